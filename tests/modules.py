@@ -155,9 +155,9 @@ CASES = {
         ),
     ),
     "broadcast input": Case(
-        lambda: Lambda(lambda m, x, mask: m.a(x) * mask, a=linear()),
-        lambda n: ((torch.randn(n, 4),), {"mask": torch.randn(3)}),
-        {"broadcast": ("mask",)},
+        lambda: Lambda(lambda m, mask, x: m.a(x) * mask, a=linear()),
+        lambda n: ((torch.randn(3), torch.randn(n, 4)), {}),
+        {"broadcast": ("args.0",)},
     ),
     "frozen layers": Case(frozen, tensors((4,))),
     "dim=-1": Case(

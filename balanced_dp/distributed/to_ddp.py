@@ -35,7 +35,7 @@ def convert(
         model: the model to convert. Its replicas are freed and its threads end.
         device: the device of this rank. By default the entry of ``model.devices`` at the rank's
             index on its machine (``LOCAL_RANK``, which torchrun sets), or the module's device if
-            ``model.devices`` is empty.
+            ``model.device_ids`` is empty.
         **ddp_arguments: arguments of ``DistributedDataParallel``. The defaults differ in two:
             ``gradient_as_bucket_view=True``, which avoids a copy of the gradients, and
             ``device_ids=[device]`` on an accelerator, which moves inputs there.
@@ -47,7 +47,7 @@ def convert(
     """
     model.close()
     module = model.module
-    if device is None and model.devices:
+    if device is None and model.device_ids:
         device = _device_of_this_rank(model.devices)
     arguments = {"gradient_as_bucket_view": True, **ddp_arguments}
     if device is not None:

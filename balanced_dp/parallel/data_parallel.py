@@ -53,7 +53,6 @@ class _Call(NamedTuple):
 
     model: nn.Module
     device_ids: DeviceIds
-    chunk_sizes: Sequence[int] | None
     losses: ChunkLosses
 
 
@@ -210,10 +209,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._idle_workers: list[Workers] = []
         self._policy = split_policy(gpu0_bsz, self.devices, device_weights)
         self.chunk_sizes: tuple[int, ...] | None = None
-        if len(self.devices) == 1:
-            module.to(self.devices[0])
-        elif spread and self.devices:
-            spread_parameters(module, self.devices)
+        if len(devices) == 1:
+            module.to(devices[0])
+        elif spread and devices:
+            spread_parameters(module, devices)
 
     # Threads cannot be compiled, so torch.compile leaves this method as it is.
     @disable_dynamo
@@ -229,7 +228,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ids = [self.device_ids[i] for i in active]
             active_sizes = None if batch_size is None else [sizes[i] for i in active]
             losses = self._losses(active_sizes)
-            token = _running.set(_Call(self, ids, active_sizes, losses))
+            token = _running.set(_Call(self, ids, losses))
             try:
                 with self._policy.advising(sizes):
                     args, keywords = self.scatter(inputs, kwargs, ids)
@@ -247,7 +246,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module itself, on the only device or, without one, where it is."""
-        devices = self._devices_of_calls
+        devices = self.devices
         [args], [keywords] = self.scatter(inputs, kwargs, devices)
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
@@ -273,7 +272,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Return positional and keyword arguments for each device."""
         found = self._inputs(inputs, kwargs or {})
         batch_size = found.batch_size() if self._call is None and len(device_ids) > 1 else None
-        sizes = self._call.chunk_sizes if self._call else batch_size and self.split(batch_size)
+        by_hand = batch_size and self.split(batch_size)
+        sizes = self._call.losses.chunk_sizes if self._call else by_hand
         arguments = found.scatter(self._devices_of(device_ids), sizes or None)
         return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
@@ -295,7 +295,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         call = self._call
         devices = self._devices_of(call.device_ids if call else self.device_ids[: len(replicas)])
         arguments = list(zip(inputs, kwargs, strict=True))
-        sizes = call.chunk_sizes if call else None
+        sizes = call.losses.chunk_sizes if call else None
         return parallel_apply(replicas, arguments, devices, sizes, self._idle_workers)
 
     def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
@@ -323,15 +323,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices of ``device_ids``, in order."""
-        return self._devices_of(self.device_ids)
-
-    @property
-    def _devices_of_calls(self) -> list[torch.device]:
-        """The same, or without an accelerator that of the module, such as MPS."""
-        return self.devices or [
-            next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        ]
+        """The devices of ``device_ids``, in order; without any, that of the module."""
+        here = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        return self._devices_of(self.device_ids) or [here]
 
     def _id_of(self, device: torch.device) -> int | torch.device:
         """Return the index of an accelerator, or any other device itself."""
@@ -370,7 +364,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         Raises:
             ProbeError: the devices do not count their memory, as ``"cpu"`` does not.
         """
-        return MemoryProbe(self.devices or ["cpu"])
+        return MemoryProbe(self.devices)
 
     def check(self, *inputs: Any, **kwargs: Any) -> CheckResult:
         """Compare a batch that is split with the whole batch on ``device_ids[0]``.
@@ -388,10 +382,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             >>> print(parallel.check(torch.ones(8, 4)))
             3 outputs and gradients, chunks of (1, 7): all equal the whole batch's
         """
-        devices = self._devices_of_calls
 
         def whole(module: nn.Module) -> Any:
-            [args], [keywords] = self.scatter(inputs, kwargs, devices[:1])
+            [args], [keywords] = self.scatter(inputs, kwargs, self.devices[:1])
             return module(*args, **keywords)
 
         def split(module: nn.Module) -> tuple[Any, Sequence[int]]:
@@ -401,7 +394,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 return parallel(*inputs, **kwargs), parallel.chunk_sizes or ()
 
         with self.on_one_device() as module:
-            return compare(module, devices, whole, split)
+            return compare(module, self.devices, whole, split)
 
     def close(self) -> None:
         """End the worker threads and drop the replicas. A later call makes new ones."""
@@ -445,8 +438,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         For ``generate``, export and so on: with ``spread``, the module cannot run by itself.
         Afterwards, parameters are at their homes again.
         """
-        devices = self.devices
-        return on_one_device(self.module, devices[0]) if devices else nullcontext(self.module)
+        if not self.device_ids:
+            return nullcontext(self.module)
+        return on_one_device(self.module, self.devices[0])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -48,17 +48,22 @@ class Titled(dict):
         return f"Titled({self.title}, {super().__repr__()})"
 
 
-class AttributeDict(dict):
-    """The old recipe: items are attributes, since the dictionary is its own ``__dict__``."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.__dict__ = self
-
-
 class MirroredDict(dict):
     """Each item is also an attribute, as those of transformers' ModelOutput are."""
 
     def __init__(self, **kwargs):
         super().__init__(kwargs)
         vars(self).update(kwargs)
+
+    def __repr__(self):
+        own = vars(self)
+        is_kept = [own[name] is value for name, value in self.items()]
+        return f"{type(self)}({super().__repr__()}, {is_kept}, {own is self})"
+
+
+class AttributeDict(MirroredDict):
+    """The old recipe: items are attributes, since the dictionary is its own ``__dict__``."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.__dict__ = self

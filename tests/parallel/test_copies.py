@@ -19,7 +19,7 @@ from balanced_dp.parallel import copies as buckets_of
 from balanced_dp.parallel.shared_weights import ParameterCopies
 
 from ..devices import DISTINCT
-from ..modules import CASES, Lambda, assert_same_gradients
+from ..modules import Lambda, assert_same_gradients
 
 
 class Copied:
@@ -120,14 +120,12 @@ def test_weights_that_change_in_a_block(emulated, modes, change):
             model(x)
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_a_step_in_a_block_is_an_error(emulated, foreach, make):
+def test_a_step_in_a_block_is_an_error(emulated):
     """The step was one of the first device's gradients; the others' came into the next."""
     reference = mlp().double()
     module, x = copy.deepcopy(reference).to(emulated[0]), torch.randn(9, 5, dtype=torch.double)
     model = BalancedDataParallel(1, module, emulated[:4])
-    optimizer = make(module.parameters(), lr=0.1, foreach=foreach)
+    optimizer = torch.optim.AdamW(module.parameters())
     with pytest.raises(RuntimeError, match="changed inside shared_weights"), model.accumulate():
         model(x).backward()
         optimizer.step()
@@ -257,19 +255,6 @@ def test_a_spread_module_runs_on_one_device(emulated):
         assert torch.equal(alone(x), plain(x))
     assert model.homes() == homes
     assert torch.allclose(model(x), plain(x))
-
-
-def test_a_checkpoint_fits_any_number_of_devices(emulated, tmp_path):
-    make = CASES["tied weights"].make_module
-    model = BalancedDataParallel(None, make().to(emulated[0]), emulated[:3], spread=True)
-    torch.save(model.state_dict(), tmp_path / "spread.pt")
-    state = torch.load(tmp_path / "spread.pt", map_location="cpu")
-    bare, tokens = make(), torch.randint(7, (7, 5))
-    bare.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
-    for spread in (True, False):
-        other = BalancedDataParallel(1, make().to(emulated[0]), emulated[:2], spread=spread)
-        other.load_state_dict(state)
-        assert torch.allclose(other(tokens).cpu(), bare(tokens))
 
 
 @pytest.mark.parametrize("where", ["cpu", "lazy:0"])

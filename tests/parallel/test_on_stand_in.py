@@ -19,7 +19,6 @@ from balanced_dp.parallel.copies import Arrivals
 from ..modules import Lambda
 from ..notes import notes_of
 from ..step_on_clock import SPLITS, Layers, step_ratio
-from .test_transparency import side_streams
 
 BATCH, WIDTH, CLASSES = 13, 8, 5
 
@@ -136,18 +135,6 @@ def test_the_host_does_not_wait_for_a_step(loss, gpu0_bsz, trains, where, stand_
             found.backward()
             optimizer.step()
     assert stand_in.num_waits == before
-
-
-def test_streams_that_share_weights(stand_in):
-    """Those of later calls wait for the copies, whichever stream they were made in."""
-    model = BalancedDataParallel(1, Lambda(cross_entropy, inner=mlp()).to(stand_in.devices[0]))
-    with model.shared_weights(), torch.no_grad():
-        for _ in range(2):
-            with side_streams(stand_in.devices, comes_back=False):
-                model(*make_batch())
-    assert not stand_in.races()
-    for device in stand_in.devices:
-        torch.accelerator.synchronize(device)
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=16 has no effect")
