@@ -9,16 +9,17 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from .api import *  # noqa: F403  # type checkers know all its names
-    from .api import __all__ as __all__
 else:
     # Importing torch takes seconds, and the command line's help needs none of it.
     def __getattr__(name: str) -> Any:
         api = import_module(".api", __name__)
         if name in globals():  # a submodule, which api has imported
             return globals()[name]
+        if name == "__all__":
+            return sorted(public for public in vars(api) if not public.startswith("_"))
         if not hasattr(api, name):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(api, name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *import_module(".api", __name__).__all__})
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -1,50 +1,28 @@
 """The names that ``balanced_dp`` offers."""
 
-from .devices import training_devices
-from .emulation import emulate_devices
-from .errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BalancedDataParallelError,
-    BalanceWarning,
-    EmulationError,
-    GatherError,
-    InfeasiblePlanError,
-    ProbeError,
-    ReportError,
-    ScatterError,
-    SymbolicValueError,
-)
-from .memory import MemoryLogger, MemoryProbe, memory_breakdown
-from .parallel import BalancedCriterion, BalancedDataParallel, PerDevice, balanced_data_parallel
-from .split import split_batch, split_by_weights
-from .tuning import Option, Report, Workload, tune
-
-__all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BalanceWarning",
-    "BalancedCriterion",
-    "BalancedDataParallel",
-    "BalancedDataParallelError",
-    "EmulationError",
-    "GatherError",
-    "InfeasiblePlanError",
-    "MemoryLogger",
-    "MemoryProbe",
-    "Option",
-    "PerDevice",
-    "ProbeError",
-    "Report",
-    "ReportError",
-    "ScatterError",
-    "SymbolicValueError",
-    "Workload",
-    "balanced_data_parallel",
-    "emulate_devices",
-    "memory_breakdown",
-    "split_batch",
-    "split_by_weights",
-    "training_devices",
-    "tune",
-]
+from .devices import training_devices as training_devices
+from .emulation import emulate_devices as emulate_devices
+from .errors import ArgumentError as ArgumentError
+from .errors import ArgumentTypeError as ArgumentTypeError
+from .errors import BalancedDataParallelError as BalancedDataParallelError
+from .errors import BalanceWarning as BalanceWarning
+from .errors import EmulationError as EmulationError
+from .errors import GatherError as GatherError
+from .errors import InfeasiblePlanError as InfeasiblePlanError
+from .errors import ProbeError as ProbeError
+from .errors import ReportError as ReportError
+from .errors import ScatterError as ScatterError
+from .errors import SymbolicValueError as SymbolicValueError
+from .memory import MemoryLogger as MemoryLogger
+from .memory import MemoryProbe as MemoryProbe
+from .memory import memory_breakdown as memory_breakdown
+from .parallel import BalancedCriterion as BalancedCriterion
+from .parallel import BalancedDataParallel as BalancedDataParallel
+from .parallel import PerDevice as PerDevice
+from .parallel import balanced_data_parallel as balanced_data_parallel
+from .split import split_batch as split_batch
+from .split import split_by_weights as split_by_weights
+from .tuning import Option as Option
+from .tuning import Report as Report
+from .tuning import Workload as Workload
+from .tuning import tune as tune

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .emulation import device_module, emulate_devices
+from .emulation import emulate_devices
 from .emulation.machine import current_machine, has_machine
 from .errors import ArgumentError, ArgumentTypeError
 from .split import as_integer
@@ -16,12 +16,8 @@ from .torch_versions import accelerator_type
 
 Device = int | str | torch.device
 
-OUT_OF_MEMORY = (
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
-"""Messages of RuntimeErrors about failed allocations outside of torch's allocator.
+OUT_OF_MEMORY = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+"""Messages of RuntimeErrors about failed allocations outside of torch's allocator, as of cuBLAS.
 
 Source: the first matrix product on an H100 with 2 MiB of free memory.
 """
@@ -36,8 +32,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def num_ooms(devices: Sequence[torch.device]) -> list[int]:
     """Return how often torch's allocator of each device ran out of memory."""
-    statistics = [torch.get_device_module(device).memory_stats(device) for device in devices]
-    return [of_device.get("num_ooms", 0) for of_device in statistics]
+    return [torch.get_device_module(d).memory_stats(d).get("num_ooms", 0) for d in devices]
 
 
 def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int:
@@ -59,8 +54,7 @@ def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int
 
 def capacities_of(devices: Sequence[torch.device]) -> list[int]:
     """Return the total memory of each device in bytes."""
-    modules = [(torch.get_device_module(device), device) for device in devices]
-    return [module.get_device_properties(device).total_memory for module, device in modules]
+    return [torch.get_device_module(d).get_device_properties(d).total_memory for d in devices]
 
 
 def is_emulated(device: torch.device) -> bool:
@@ -71,14 +65,6 @@ def is_emulated(device: torch.device) -> bool:
 def is_symbolic(device: torch.device) -> bool:
     """Return whether the device is an emulated one that keeps shapes only."""
     return is_emulated(device) and current_machine().symbolic
-
-
-def statistics_of(device: torch.device) -> Any:
-    """Return the module with the memory statistics of a device, to read and to reset.
-
-    The peaks of emulated devices are separate from those that a script sees in ``torch.cuda``.
-    """
-    return device_module if is_emulated(device) else torch.get_device_module(device)
 
 
 def default_device_type() -> str | None:
@@ -166,14 +152,12 @@ def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[
         ArgumentError: there are fewer accelerators.
     """
     found = [] if emulate else resolve_devices(None, default_device_type())
-    if len(found) < 2:
-        return []
-    if num_devices is not None and num_devices > len(found):
+    if 1 < len(found) < (num_devices or 2):
         raise ArgumentError(
             f"num_devices={num_devices}, but there are {len(found)} accelerators; any number of "
             "devices can be emulated (--emulate)"
         )
-    return found[:num_devices]
+    return found[:num_devices] if len(found) > 1 else []
 
 
 @contextlib.contextmanager

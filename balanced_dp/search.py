@@ -44,52 +44,6 @@ def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
     return [peak / budget for peak, budget in zip(peaks, budgets, strict=True)]
 
 
-def next_number(
-    over: Mapping[int, float],
-    numbers: range,
-    slope: float,
-    is_allowed: Callable[[int], bool],
-    close: float = math.inf,
-    bends_up: bool = False,
-    start: int = 1,
-) -> int | None:
-    """Return the number to measure next in a search for the largest one within a limit.
-
-    Args:
-        over: by number, the excess over the limit, which grows with the number. At most 0 is within
-            the limit; infinity is an unknown excess.
-        numbers: the numbers in ascending order.
-        slope: the increase of the excess per number, until there are two measurements.
-        is_allowed: returns whether a number can be measured.
-        close: the result may be too small by one part in this number.
-        bends_up: whether the excess is convex. Then it lies above the line through two
-            measurements, and no number beyond the zero of the line is measured.
-        start: the number to begin with.
-
-    Returns:
-        A number; None if the search is over.
-    """
-    low = max((number for number, y in over.items() if y <= 0), default=-1)
-    high = min((number for number in over if number > low), default=math.inf)
-    left = numbers[bisect_right(numbers, low + max(0, low // close)) : bisect_left(numbers, high)]
-    known = sorted(number for number, y in over.items() if abs(y) < math.inf)
-    inside, beyond = [n for n in known if n <= low][-2:], [n for n in known if n > low][:2]
-
-    def zero(x: int, before: int | None = None) -> float:
-        """Return where the line through one or two measurements reaches the limit."""
-        rise = slope if before is None else (over[x] - over[before]) / (x - before)
-        return x - over[x] / rise + _ROUNDING if rise > 0 else 2.0 * max(low, 1)
-
-    if not left or (bends_up and len(inside) > 1 and zero(*inside) < left[0]):
-        return None
-    points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
-    guess = zero(*points) if points else math.inf if over else start
-    if high < math.inf and (guess >= high or len(over) > _MAX_LINES):
-        guess = left[len(left) // 2]
-    end = bisect_right(left, guess)
-    return next(filter(is_allowed, chain(reversed(left[:end]), left[end:])), None)
-
-
 @dataclass
 class Search:
     """A search for the best ``gpu0_bsz`` of a batch.
@@ -201,24 +155,54 @@ class Search:
         numbers: range,
         split_of: Callable[[int], Split],
         slope: float | None = None,
-        **options: Any,
+        close: float = math.inf,
+        bends_up: bool = False,
+        start: int = 1,
     ) -> Generator[Split, None, int]:
-        """Yield the split to measure next, then return the largest number within its limit, or 0.
+        """Search for the largest number within a limit.
 
         Args:
-            over: as for ``next_number``.
-            numbers: as for ``next_number``.
+            over: by number, the excess over the limit, which grows with the number. At most 0 is
+                within the limit; infinity is an unknown excess.
+            numbers: the numbers in ascending order.
             split_of: returns the split of a number.
-            slope: as for ``next_number``; None if ``over`` would be -1 without samples, an upper
-                bound.
-            **options: arguments of ``next_number``.
+            slope: the increase of the excess per number, until there are two measurements. None
+                means that the excess is -1 without samples, which is an upper bound.
+            close: the result may be too small by one part in this number.
+            bends_up: whether the excess is convex. Then it lies above the line through two
+                measurements, and no number beyond the zero of the line is measured.
+            start: the number to begin with.
+
+        Yields:
+            The split to measure next, unless the search is over.
+
+        Returns:
+            The largest number within the limit so far, or 0.
         """
-        if slope is None:
-            slope = max(((y + 1) / n for n, y in over.items() if n and y < math.inf), default=0.0)
-        number = next_number(over, numbers, slope, lambda n: self.allows(split_of(n)), **options)
-        if number is not None:
-            yield split_of(number)
-        return max((n for n, y in over.items() if y <= 0), default=0)
+        low = max((number for number, y in over.items() if y <= 0), default=-1)
+        high = min((number for number in over if number > low), default=math.inf)
+        step = max(0, low // close)
+        left = numbers[bisect_right(numbers, low + step) : bisect_left(numbers, high)]
+        known = sorted(number for number, y in over.items() if abs(y) < math.inf)
+        inside, beyond = [n for n in known if n <= low][-2:], [n for n in known if n > low][:2]
+
+        def zero(x: int, before: int | None = None) -> float:
+            """Return where the line through one or two measurements reaches the limit."""
+            rise = (over[x] + 1) / max(x, 1) if slope is None else slope
+            if before is not None:
+                rise = (over[x] - over[before]) / (x - before)
+            return x - over[x] / rise + _ROUNDING if rise > 0 else 2.0 * max(low, 1)
+
+        is_over = bends_up and left and len(inside) > 1 and zero(*inside) < left[0]
+        points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
+        guess = zero(*points) if points else math.inf if over else start
+        if high < math.inf and (guess >= high or len(over) > _MAX_LINES):
+            guess = left[len(left) // 2] if left else 0
+        end = bisect_right(left, guess)
+        for number in chain(reversed(left[:end]), left[end:]):
+            if not is_over and self.allows(split_of(number)):
+                yield split_of(number)
+        return max(low, 0)
 
 
 def _peak(iteration: _Iteration) -> float:
@@ -322,10 +306,9 @@ class LoopSearch:
         """Begin the search for a batch. Values that ran out of memory with it stay known."""
         before, self._accumulates = self.search, accumulates
         self._iterations, self.highest = {}, {}
-        self.search = replace(before, batch_size=batch_size, smallest=self.smallest, told={})
-        if before.batch_size == batch_size:
-            out = {split: full for split, full in before.told.items() if max(full) == math.inf}
-            self.search.told.update(out)
+        same = ((s, full) for s, full in before.told.items() if sum(s) == batch_size)
+        out = {split: full for split, full in same if max(full) == math.inf}
+        self.search = replace(before, batch_size=batch_size, smallest=self.smallest, told=out)
 
     def _use(self, value: int | None) -> None:
         """Use a value from the next batch on."""

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
 
 from .errors import ArgumentError, ArgumentTypeError
 
-_FACTORS = {
-    "B": 1,
-    **dict.fromkeys(("K", "KB", "KIB"), 2**10),
-    **dict.fromkeys(("M", "MB", "MIB"), 2**20),
-    **dict.fromkeys(("G", "GB", "GIB"), 2**30),
-    **dict.fromkeys(("T", "TB", "TIB"), 2**40),
-}
-_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_PREFIXES = "BKMGT"
+_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT](?:I?B)?|B)?\s*", re.ASCII | re.IGNORECASE)
 
 
 def parse_bytes(size: int | str, argument: str = "memory") -> int:
@@ -28,7 +22,7 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
 
     Raises:
         ArgumentTypeError: ``size`` is neither an integer nor text.
-        ArgumentError: ``size`` is not a size, negative or not finite, or it is text without a unit
+        ArgumentError: ``size`` is not a size or negative, or it is text without a unit
             that would be less than 1024 bytes.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
@@ -40,20 +34,18 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
             raise ArgumentError(f"{argument} must not be negative, got {size}")
         return size
     match = _TEXT.fullmatch(size)
-    factor = _FACTORS.get((match[2] or "B").upper()) if match else None
-    if match is None or factor is None:
+    if match is None:
         raise ArgumentError(
             f"{argument} must be bytes or a size in B, KiB, MiB, GiB or TiB such as '11GiB', "
             f"got {size!r}"
         )
-    number = float(match[1]) * factor
+    factor = 1 << 10 * _PREFIXES.index((match[2] or "B")[0].upper())
+    number = Fraction(match[1]) * factor
     if not match[2] and 0 < number < 1024:
         raise ArgumentError(
             f"{argument} is {size!r}, which is {match[1]} bytes; did you mean {match[1]}GiB?"
         )
-    if not math.isfinite(number):
-        raise ArgumentError(f"{argument} is too large: {size!r}")
-    return round(number) if "." in match[1] else int(match[1]) * factor
+    return round(number)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -69,7 +61,5 @@ def format_bytes(num_bytes: float) -> str:
 
 def byte_scale(largest: float) -> tuple[int, str]:
     """Return the size and the name of the largest binary unit that gives at least 1, or bytes."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(largest) >= factor:
-            return factor, unit
-    return 1, "B"
+    power = max((n for n in range(1, 5) if abs(largest) >= 1 << 10 * n), default=0)
+    return 1 << 10 * power, f"{_PREFIXES[power]}iB" if power else "B"

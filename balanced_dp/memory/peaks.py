@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ..devices import is_cuda, statistics_of
+from ..devices import is_cuda, is_emulated
+from ..emulation import device_module
 
 _open: weakref.WeakSet[Peaks] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -32,7 +34,7 @@ class Peaks:
                 for other in _open:
                     if device in other._earlier:
                         other._earlier[device] = other.of(device)
-                module = statistics_of(device)
+                module = _statistics_of(device)
                 if is_cuda(device):
                     module.init()  # else torch raises "Invalid device argument"
                 module.reset_peak_memory_stats(device)
@@ -40,9 +42,17 @@ class Peaks:
 
     def of(self, device: torch.device) -> tuple[int, int]:
         """Return the peaks of the allocated and of the reserved bytes of a device."""
-        module = statistics_of(device)
+        module = _statistics_of(device)
         allocated, reserved = self._earlier[device]
         return (
             max(allocated, module.max_memory_allocated(device)),
             max(reserved, module.max_memory_reserved(device)),
         )
+
+
+def _statistics_of(device: torch.device) -> Any:
+    """Return the module with the memory statistics of a device, to read and to reset.
+
+    The peaks of emulated devices are separate from those that a script sees in ``torch.cuda``.
+    """
+    return device_module if is_emulated(device) else torch.get_device_module(device)
