@@ -16,7 +16,7 @@ from .torch_versions import accelerator_type
 
 Device = int | str | torch.device
 
-OUT_OF_MEMORY = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 """Messages of RuntimeErrors about failed allocations outside of torch's allocator, as of cuBLAS.
 
 Source: the first matrix product on an H100 with 2 MiB of free memory.

@@ -104,7 +104,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
             (-1, VALUE, "not be negative, got -1"),
         )
     ),
-    (lambda: parse_bytes("9" * 400 + ".5TiB", "reserve"), VALUE, "reserve is too large: '99"),
     (lambda: MemoryLogger(None, print, 0), VALUE, "every must be at least 1, got 0"),
     (lambda: MemoryLogger(None, print, True), TYPE, "every must be an integer, got True"),
     (lambda: MemoryLogger(None, "runs"), TYPE, "writer must have add_scalar"),
