@@ -159,14 +159,13 @@ class Replica:
                 self.modules[index]._initialize()  # binds its forward to the copy
         self._registered = _of_kinds((*MEMBERS, *HOOKS), self.attributes)
         self._members = list(filter(None, _of_kinds(MEMBERS, self.attributes)))
-        self._empty = list(map(dict.copy, self._members))
-        """The members between calls: children, and no tensors."""
+        self._made_with = [*blueprint.attributes, *map(dict.copy, self._members)]
+        """The attributes and members between calls: children, and no tensors."""
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         # A free-threaded build counts the references of each thread apart.
         can_count = not is_free_threaded_build()
         self._can_recycle = can_count and not any(map(_replicates_itself, self.modules))
         self._arriving: list[dict[str, Any]] = []
-
         self._sizes = list(map(len, self.attributes))
         self._fingerprint = self._take_fingerprint()
 
@@ -234,13 +233,12 @@ class Replica:
         """
         if not self._can_recycle or self._fingerprint != self._take_fingerprint():
             return False
-        attributes = self._blueprint.attributes
-        states = [*self.attributes, *self._members], [*attributes, *self._empty]
-        deque(map(dict.update, *states), maxlen=0)  # a loop in C
+        states = chain(self.attributes, self._members)
+        deque(map(dict.update, states, self._made_with), maxlen=0)  # a loop in C
         for own, key, strong, _ in self._bound:
             own[key] = strong
         if list(map(len, self.attributes)) != self._sizes:  # there are new ones
-            for own, made_with in zip(self.attributes, attributes, strict=True):
+            for own, made_with in zip(self.attributes, self._made_with, strict=False):
                 for name in own.keys() - made_with.keys() - _OF_ANY_REPLICA:
                     del own[name]
         return True
