@@ -133,11 +133,6 @@ class ArrivingParameters(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._arrived()[name]
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._arrived()[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._arrived()[name]
 
     def _arrived(self) -> dict[str, Any]:
         if not torch.compiler.is_dynamo_compiling():  # its named_parameters() has waited
