@@ -133,7 +133,6 @@ class ArrivingParameters(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._arrived()[name]
 
-
     def _arrived(self) -> dict[str, Any]:
         if not torch.compiler.is_dynamo_compiling():  # its named_parameters() has waited
             stream = self._current_stream(self._device)
