@@ -44,11 +44,15 @@ class WorkloadSearch(Search):
             bends_up=True,
             start=self.even,
         )
-        by_size = {sum(s): y for s, y in even.items()}
-        for more in (1, num - 1):  # with one more, most devices have a larger chunk already
-            end = min(share * num + more, self.largest) + 1
-            sizes = range(max(1, (share - 1) * num + 1), end)
-            yield from self.find(by_size, sizes, lambda n: split_batch(n, num, n), close=_CLOSE)
+        # With one more, most devices have a larger chunk already.
+        sizes = range(share * num + 1, min(share * num + num - 1, self.largest) + 1)
+        yield from self.find(
+            {sum(s): y for s, y in even.items() if sum(s) in sizes},
+            sizes,
+            lambda n: split_batch(n, num, n),
+            close=_CLOSE,
+            start=sizes.start,
+        )
         chunk = yield from self.find(
             dict(sorted((s[1], max(full[1:]) - 1) for s, full in told if s[1])),
             range(1, self.largest // (num - 1) + 1),

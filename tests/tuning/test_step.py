@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -26,6 +28,8 @@ def test_the_second_step_has_optimizer_state():
     with emulate_devices(2, symbolic=True) as devices, StepMeter(SMALL["mlp"](), devices) as meter:
         first = meter.measure(8, 2, num_steps=1)
         measured = meter.measure(8, 2)
+        assert not gc.isenabled()
+    assert gc.isenabled()
     assert first.peak_bytes[0] <= measured.peak_bytes[0]
     assert measured.uses[0]["optimizer state"] > 0
     for uses, peak in zip(measured.uses, measured.peak_bytes, strict=True):
