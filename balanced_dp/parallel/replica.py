@@ -65,7 +65,6 @@ class Blueprint:
 
     def __init__(self, network: nn.Module) -> None:
         self.names, self.modules = map(list, zip(*network.named_modules(), strict=True))
-
         self.tensors: list[torch.Tensor] = []
         self.places = self._index("_parameters", self.tensors)
         self.parameters = self.tensors.copy()
@@ -74,7 +73,6 @@ class Blueprint:
         self.children = self._index("_modules", self.modules)
         self.attributes: list[dict[str, Any]] = []
         self.bound: list[tuple[int, str | None, Any, Any]] = []
-
         for index, module in enumerate(self.modules):
             _check_replicable(module)
             own = module.__dict__
