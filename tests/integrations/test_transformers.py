@@ -172,9 +172,9 @@ def gathered(monkeypatch) -> list[Any]:
 class Scorer(nn.Module):
     """A model with labels and a loss of its own."""
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: Any, *layers: nn.Module) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 4)
+        self.layer = nn.Sequential(*layers or [nn.Linear(3, 4)])
         self.loss = loss
 
     def forward(self, x: Any, target: Any) -> tuple[Any, Any]:
@@ -290,21 +290,11 @@ def test_checkpoints_are_those_of_the_bare_model(tmp_path):
         torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict())
 
 
-class Wide(nn.Module):
-    """A model whose activations fill the first device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 1))
-
-    def forward(self, x: Any, labels: Any) -> dict[str, Any]:
-        return {"loss": nn.functional.mse_loss(self.layers(x)[:, 0], labels)}
-
-
 def test_a_resumed_run_starts_with_what_auto_found(tmp_path):
+    layers = nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 1)  # activations fill the first device
     options = {
-        "model": Wide(),
-        "data": [{"x": torch.ones(64), "labels": torch.ones(())}] * 300,
+        "model": Scorer(nn.MSELoss(), *layers),
+        "data": [{"x": torch.ones(64), "target": torch.ones(1)}] * 300,
         "batch_size": 100,
         "gpu0_bsz": "auto",
         "device_ids": None,
