@@ -46,25 +46,44 @@ def test_examples_in_docstrings_are_true(module):
     assert failed == 0
 
 
-def test_torch_and_dynamo_are_imported_late():
-    """The command line answers at once; Dynamo takes seconds to import.
-
-    On free-threaded builds for CUDA, Dynamo turns Python's lock on. It imports functions of CUDA by
-    name, and so does the first optimizer of a process, which may be on emulated devices.
-    """
-    script = f"""
+IMPORTS = f"""
 import sys, {"balanced_dp" if MISSING else "balanced_dp.cli.commands"}
 assert 'torch' not in sys.modules
-import torch
+import torch, torch.distributed as dist
 before = set(dir(torch)), torch.random._seed_custom_device
 from balanced_dp import *
 BalancedDataParallel(1, torch.nn.Linear(2, 2), ['cpu', 'cpu'])(torch.ones(4, 2))
 assert (set(dir(torch)), torch.random._seed_custom_device) == before
 assert 'torch._dynamo' not in sys.modules and not torch.cuda.is_initialized()
+
+from balanced_dp.distributed import scale_loss
+names_threads = sys.platform == "linux" and torch.__version__ >= "2.13"
+if names_threads:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 with emulate_devices(2, as_cuda=True):
     torch.optim.Adam([torch.nn.Parameter(torch.ones(2, device="cuda"))])
+def gloo():
+    from pathlib import Path
+    return [p for p in Path("/proc/self/task").glob("*/comm") if "gloo" in p.read_text()]
+if names_threads:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    scale_loss(model(torch.ones(2, 3)).sum(), 2).backward()
+    assert gloo()
+    del model
+    dist.destroy_process_group()
+    assert not gloo()
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def test_imports_of_a_new_process():
+    """The command line answers at once; Dynamo takes seconds to import.
+
+    On free-threaded builds for CUDA, Dynamo turns Python's lock on. It imports functions of CUDA by
+    name, and so does the first optimizer of a process, which may be on emulated devices. Where that
+    came first to torch.distributed.nn, gloo's threads outlived the process group, and Python
+    aborted now and then.
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", IMPORTS], check=True)
 
 
 EXTRAS = [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from balanced_dp.distributed.to_ddp import _device_of_this_rank
 
 from ..modules import assert_same_gradients
 from ..processes import run_ranks
-from ..versions import since_torch
 from . import worker
 
 TOLERANCE = 1e-10
@@ -36,30 +33,6 @@ def test_ranks_train_as_one_process_does(tmp_path):
     assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
     # NaN is not below the limit either.
     assert {name: off for name, off in results.items() if not off < TOLERANCE} == {}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
-@since_torch("2.13")  # which names the threads
-def test_no_thread_outlives_the_process_group():
-    """Where it did, Python aborted now and then: terminate called without an active exception."""
-    code = """
-from pathlib import Path
-import torch, torch.distributed as dist
-from balanced_dp.distributed import scale_loss
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
-scale_loss(model(torch.ones(2, 3)).sum(), 2).backward()
-torch.optim.SGD(model.parameters()).step()
-threads = lambda: [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-assert any("gloo" in name for name in threads()), threads()
-del model
-dist.destroy_process_group()
-assert not any("gloo" in name for name in threads()), threads()
-"""
-    # Not a fork of a process that has imported what optimizers import.
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
