@@ -113,14 +113,10 @@ OF_TORCH = {
 }
 
 
-def test_training_without_names_of_emulation():
+def test_training_without_optional_names():
+    """Where torch cannot set the order of a node, gradients leave later, and are the same."""
     names = {name for name in FOR_EMULATION if not name.startswith("ops.")} - OF_TORCH
-    assert run_without(tuple(names), TRAIN) == ""
-
-
-def test_training_without_an_order_of_nodes():
-    """Where torch cannot set it, gradients leave later, and are the same."""
-    assert run_without(("_C._functions.SumBackward0._set_sequence_nr",), TRAIN) == ""
+    assert run_without((*names, "_C._functions.SumBackward0._set_sequence_nr"), TRAIN) == ""
 
 
 ELSEWHERE = {
