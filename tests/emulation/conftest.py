@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from balanced_dp.emulation import EmulatedDevices
 
@@ -17,3 +18,14 @@ def devices(emulate: Callable[..., EmulatedDevices]) -> EmulatedDevices:
 def symbolic_devices(emulate: Callable[..., EmulatedDevices]) -> EmulatedDevices:
     """Two emulated devices in symbolic mode."""
     return emulate(2, symbolic=True)
+
+
+@pytest.fixture(params=[False, True], ids=["numbers", "symbolic"])
+def symbolic(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def device(emulate: Callable[..., EmulatedDevices], symbolic: bool) -> torch.device:
+    """An emulated device with values, and one with shapes only."""
+    return emulate(1, symbolic=symbolic)[0]

@@ -38,12 +38,10 @@ OPERATORS = {
 }
 
 
-@pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_run_in_cudas_dtypes(name, symbolic, emulate):
+def test_operators_run_in_cudas_dtypes(name, device):
     operate, dtype = OPERATORS[name]
-    emulate(1, symbolic=symbolic)
-    x = torch.zeros(8, 8, device="lazy:0")
+    x = torch.zeros(8, 8, device=device)
     with autocast():
         assert operate(x).dtype == dtype
     with autocast(F16):
@@ -94,7 +92,6 @@ def test_torch_knows_of_it():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("symbolic", [False, True])
 def test_checkpointing_keeps_the_dtype(use_reentrant, symbolic, emulate):
     devices = emulate(2, symbolic=symbolic)
 

@@ -97,7 +97,6 @@ ALLOCATIONS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
 def test_what_does_not_fit_raises_as_on_cuda(allocate, symbolic, emulate):
     devices = emulate(2, memory=["1MiB", 8 * KIB], symbolic=symbolic)
@@ -169,7 +168,6 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
 }
 
 
-@pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_is_broken_down_to_the_byte(name, symbolic, emulate):
     make_optimizer, num_states = OPTIMIZERS[name]
@@ -250,11 +248,9 @@ TEMPORARY: list[tuple[Callable[[Any], torch.optim.Optimizer], float]] = [
 """Optimizers, and their temporary memory in shares of that of the parameters."""
 
 
-@pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize(("make", "temporary"), TEMPORARY)
-def test_temporary_memory_of_optimizers(make, temporary, symbolic, emulate):
+def test_temporary_memory_of_optimizers(make, temporary, symbolic, device):
     """For all parameters by default, for one with foreach=False, none if fused."""
-    [device] = emulate(1, symbolic=symbolic)
     values = [torch.zeros(256, 256, device=d) for d in (*[device] * 8, "cpu")]
     parameters = [torch.nn.Parameter(value) for value in values]
     optimizer, reference = make(parameters[:8]), make(parameters[8:])

@@ -194,9 +194,7 @@ def test_gradients_of_attention_with_dropout(devices, name):
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-@pytest.mark.parametrize("symbolic", [False, True])
-def test_attention_keeps_layouts(symbolic, dropout_p, emulate):
-    [device] = emulate(1, symbolic=symbolic)
+def test_attention_keeps_layouts(device, dropout_p):
     q = torch.zeros(T, N, H, E, device=device, requires_grad=True).permute(1, 2, 0, 3)
     k = torch.zeros(N, S, H, E, device=device, requires_grad=True).transpose(1, 2)
     v = torch.zeros(N, H, S, E, device=device, requires_grad=True) * 1
@@ -217,9 +215,7 @@ LONG: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("symbolic", [False, True])
-def test_memory_of_attention_is_linear(symbolic, name, dropout_p, emulate):
-    [device] = emulate(1, symbolic=symbolic)
+def test_memory_of_attention_is_linear(device, name, dropout_p):
 
     def peak_of(length):
         q = torch.zeros(1, 2, length, 4, device=device, requires_grad=True)
