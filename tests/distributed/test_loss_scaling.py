@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 from balanced_dp import ArgumentError, BalancedDataParallel
 from balanced_dp.distributed import convert, count_all_ranks, scale_loss
@@ -63,6 +63,17 @@ def test_a_loss_of_nothing_has_zero_gradients(alone, loss_of, dtype):
     assert (scaled, scaled.dtype) == (0, loss.dtype)
     scaled.backward()
     assert not any(p.grad.to_dense().count_nonzero() for p in net.parameters())
+
+
+def test_a_loss_of_nothing_beside_another(alone):
+    """Gradients of the other pass the same nodes."""
+    net, (x, y) = worker.regression(), worker.numbers(4)
+    reference = copy.deepcopy(net)
+    output = net(x)
+    nothing = (output * 0).sum() / torch.zeros(())
+    (scale_loss(nothing, 0, total=4) + scale_loss(mse_loss(output, y), 4)).backward()
+    mse_loss(reference(x), y).backward()
+    assert_same_gradients(net, reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -209,26 +209,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def two_losses_of_one_trunk(group: Group) -> float:
-    """One loss is NaN on a rank with count 0; gradients of the other pass the same nodes."""
-    rank = dist.get_rank(group)
-    torch.manual_seed(0)
-    reference = regression()
-    model = DistributedDataParallel(copy.deepcopy(reference), process_group=group)
-    x, y = numbers(2 * dist.get_world_size(group))
-    own = slice(2 * rank, 2 * rank + 2)
-    output = model(x[own])
-    count = 2 * (rank > 0)
-    first = (output.square() * count).sum() / (6 * count or output.new_zeros(()))
-    second = mse_loss(output, y[own])
-    losses = scale_loss(first, count, group=group), scale_loss(second, 2, group=group)
-    sum(losses).backward()
-    output = reference(x)
-    (output[2:].square().mean() + mse_loss(output, y)).backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return float(torch.stack([(p.grad - q.grad).abs().max() for p, q in pairs]).max())
-
-
 def a_rank_that_does_not_answer(group: Group) -> float:
     dist.barrier()
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
@@ -281,7 +261,6 @@ CASES: dict[str, Callable[[Group], float]] = {
         for loss, wrapper, adds_up in itertools.product(LOSSES, WRAPPERS, (False, True))
     },
     **{name: partial(difference_from_one_process, *parts) for name, parts in MORE.items()},
-    "two losses of one trunk": two_losses_of_one_trunk,
     "defaults": defaults_from_the_process_group,
     "no answer": a_rank_that_does_not_answer,
 }
