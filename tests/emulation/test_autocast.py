@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.emulation import autocast as autocasting
 
+from ..modules import Lambda
 from ..versions import has_torch
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -93,19 +94,16 @@ def test_torch_knows_of_it():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_keeps_the_dtype(use_reentrant, symbolic, emulate):
-    devices = emulate(2, symbolic=symbolic)
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+            dtypes.append(x.dtype)
+        return x
 
-    class Checkpointed(torch.nn.Sequential):
-        def forward(self, x):
-            for layer in self:
-                x = checkpoint(layer, x, use_reentrant=use_reentrant)
-                dtypes.append(x.dtype)
-            return x
-
-    dtypes = []
+    devices, dtypes = emulate(2, symbolic=symbolic), []
     layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)]
-    module = Checkpointed(*layers).to(devices[0])
-    module[0][1].register_forward_hook(lambda *args: dtypes.append(args[-1].dtype))
+    layers[0][1].register_forward_hook(lambda *args: dtypes.append(args[-1].dtype))
+    module = Lambda(forward, layers=torch.nn.ModuleList(layers)).to(devices[0])
     x = torch.ones(6, 8, device=devices[0], requires_grad=True)
     with autocast():
         output = BalancedDataParallel(2, module)(x).float().sum()
