@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from torch import nn
 
-from balanced_dp import BalancedDataParallel, MemoryLogger, MemoryProbe
+from balanced_dp import MemoryProbe
 from balanced_dp.memory.nvml import Board, find_board
 
 from . import conftest as nvml
@@ -96,14 +95,6 @@ def test_mig_slices_in_place_of_their_board(driver, cuda):
     ]
     found = columns("label", "used_bytes", devices=cuda(SLICE + 1).devices)
     assert found == [["cuda:0 (gpu:1 mig:1)"], [USED[SLICE + 1]]]
-
-
-def test_tags_of_loggers_have_both_numbers(cuda):
-    model = BalancedDataParallel(1, nn.Linear(2, 2), cuda(H100, GTX).devices)
-    tags = []
-    MemoryLogger(model, lambda tag, value, step: tags.append(tag), every=1).step()
-    devices = ("cuda:0 (gpu:2)", "cuda:1 (gpu:0)")
-    assert tags == [*(f"memory/{name}/peak_MiB" for name in devices), "memory/imbalance"]
 
 
 # Blocks measured while a thread samples NVML; its end is checked after each test.

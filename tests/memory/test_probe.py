@@ -112,15 +112,6 @@ def test_a_record_every_third_step(wraps, emulate):
         assert written[i + 2][1] == pytest.approx((high - low) / high)
 
 
-def test_the_steps_between_ask_nothing(monkeypatch, emulate):
-    logger = MemoryLogger(a_model(emulate), print, every=4)
-    monkeypatch.setattr(logger, "_peaks", None)  # any query would fail
-    for _ in range(3):
-        logger.step()
-    with pytest.raises(AttributeError):
-        logger.step()
-
-
 # What a measurement says.
 
 GIB = 2**30
