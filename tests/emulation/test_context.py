@@ -228,16 +228,6 @@ def test_copies_keep_their_use(devices):
     assert "gradient" in used(devices, 1, "peak")
 
 
-def test_uses_without_gradients(devices):
-    module = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100)).to(devices[0]).eval()
-    x = torch.zeros(8, 100).to(devices[0])
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            output = module(x)
-        weights = {"parameter": cost(module.parameters()), "buffer": cost(module.buffers())}
-        assert used(devices) == weights | {"input": cost([x]), "activation": cost([output])}
-
-
 TEMPORARY: list[tuple[Callable[[Any], torch.optim.Optimizer], float]] = [
     (torch.optim.AdamW, 1),
     (partial(torch.optim.AdamW, foreach=False), 3 / 8),

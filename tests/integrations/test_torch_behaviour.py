@@ -8,7 +8,6 @@ torch's ``test/distributed/test_data_parallel.py``; ``tests/parallel`` tests the
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from balanced_dp import emulate_devices
 from balanced_dp.integrations.replacements import replaced_data_parallel
@@ -170,32 +169,3 @@ def test_the_class_moves_the_module(kind: str) -> None:
     assert nn.DataParallel(net, [1])(x).device == net.weight.device == CUDA1
     model = nn.DataParallel(nn.Linear(2, 2), [1, 0]).to("cuda:1")
     assert_close(model(x), model.module(x.cuda(1)))
-
-
-Pair = namedtuple("Pair", "a b")
-
-
-@pytest.mark.parametrize(
-    "nest",
-    [
-        lambda x: {"data": x, "empty": ([], {}, ())},
-        lambda x: [x, (x.sin(), [x + 1]), OrderedDict(a=x.cos(), b=[x * 2]), None],
-        lambda x: Pair(x + 1, x * 2),
-    ],
-)
-def test_inputs_and_outputs_may_be_nested(kind: str, nest: Callable[[Tensor], Any]) -> None:
-    seen = []
-    net = Lambda(lambda self, *args, x: seen.append((args, x)) or x)
-    given, expected = nest(torch.arange(6.0, device=1)), nest(torch.arange(6.0, device=0))
-    output = nn.DataParallel(net)(given, x=given)
-    assert_close(output, expected)
-    structures = [tree_flatten(each)[1] for each in (output, *seen)]
-    assert structures == [tree_flatten(each)[1] for each in (given, *[((given,), given)] * 2)]
-
-
-@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning")
-def test_0_dim_outputs(kind: str) -> None:
-    x = torch.arange(4.0, dtype=DOUBLE, requires_grad=True)
-    output = nn.DataParallel(Lambda(lambda self, x: x.square().sum()))(x)
-    expected: Any = [0.0 + 1.0, 4.0 + 9.0] if kind == "torch" else 14.0
-    assert output.tolist() == expected
