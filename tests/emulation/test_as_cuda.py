@@ -254,14 +254,10 @@ def test_distributed_data_parallel(devices):
 
 
 def attributes() -> dict[str, Any]:
-    """Everything that is patched, by name."""
-    owners: tuple[Any, ...] = (
-        *(torch, torch.cuda, torch.cuda.memory, torch.distributed, torch.serialization),
-        *(torch.version, torch.random, torch.autograd, torch._C, torch._C._nn),
-        *(torch.Tensor, torch.UntypedStorage, torch.nn.Module, torch.amp.GradScaler),
-        *(torch.distributed.Backend, torch.utils._device.DeviceContext),
-        sys.modules[torch.optim.Optimizer.__module__],
-    )
+    """Everything in torch's modules, and in classes that are patched, by name."""
+    owners = [m for name, m in sys.modules.items() if name.partition(".")[0] == "torch"]
+    owners += [torch.Tensor, torch.UntypedStorage, nn.Module, torch.amp.GradScaler]
+    owners += [torch.distributed.Backend, torch.utils._device.DeviceContext]
     return {
         f"{owner} {name}": id(value)
         for owner in owners
