@@ -350,11 +350,9 @@ def test_models_that_are_not_wrapped(reason, tmp_path, monkeypatch):
     assert trainer.parallel_model is None
 
 
-def test_devices_and_splits_that_are_refused(tmp_path, monkeypatch, no_accelerator):
+def test_devices_that_are_refused(tmp_path, monkeypatch, no_accelerator):
     with pytest.raises(ArgumentError, match="device 0 does not exist"):
         make_trainer(tmp_path, device_ids=[0, 1])
-    with pytest.raises(ArgumentError, match="gpu0_bsz must be at least 0, got -1"):
-        make_trainer(tmp_path, gpu0_bsz=-1).train()
     with monkeypatch.context() as patch:
         patch.setattr(hf.GPT2LMHeadModel, "hf_device_map", {"a": 0, "b": 1}, raising=False)
         with pytest.raises(ArgumentError, match="a model that is spread over devices"):
