@@ -20,8 +20,8 @@ from .split import EQUAL, even_share, split_batch
 MAX_SPLITS = 6
 """The most splits that are tried in a training loop, and by weights."""
 
-_MAX_LINES = 8
-"""After this many measurements by lines, a search bisects."""
+_BISECTED = range(10, 2**16, 2)
+"""The numbers of measurements after which a search bisects, where lines may converge slowly."""
 
 _NUM_COMPARED = 3
 """The iterations of each split that are compared if the peaks of a split vary."""
@@ -196,7 +196,7 @@ class Search:
         is_over = bends_up and left and len(inside) > 1 and zero(*inside) < left[0]
         points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
         guess = zero(*points) if points else math.inf if over else start
-        if high < math.inf and (guess >= high or len(over) > _MAX_LINES):
+        if high < math.inf and (guess >= high or len(over) in _BISECTED):
             guess = left[len(left) // 2] if left else 0
         end = bisect_right(left, guess)
         for number in chain(reversed(left[:end]), left[end:]):

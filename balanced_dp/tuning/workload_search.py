@@ -45,14 +45,10 @@ class WorkloadSearch(Search):
             start=self.even,
         )
         # With one more, most devices have a larger chunk already.
-        sizes = range(share * num + 1, min(share * num + num - 1, self.largest) + 1)
-        yield from self.find(
-            {sum(s): y for s, y in even.items() if sum(s) in sizes},
-            sizes,
-            lambda n: split_batch(n, num, n),
-            close=_CLOSE,
-            start=sizes.start,
-        )
+        fits = share * num
+        sizes = range(fits + fits // _CLOSE + 1, min(fits + num, self.largest + 1))
+        by_size = {sum(s): y for s, y in even.items() if sum(s) in sizes}
+        yield from self.find(by_size, sizes, lambda n: split_batch(n, num, n), close=_CLOSE)
         chunk = yield from self.find(
             dict(sorted((s[1], max(full[1:]) - 1) for s, full in told if s[1])),
             range(1, self.largest // (num - 1) + 1),
