@@ -250,7 +250,7 @@ class Replica:
         # sys.getrefcount counts local variables, so none may hold a module.
         registered, bound = self._registered, [strong for _, _, strong, _ in self._bound]
         return (
-            list(map(sys.getrefcount, chain(self.modules, self.attributes, registered, bound))),
+            list(map(sys.getrefcount, chain(self.modules, self.attributes, self._members, bound))),
             list(map(weakref.getweakrefcount, self.modules)),
             list(map(type, self.modules)),
             list(map(len, registered)),
