@@ -27,8 +27,8 @@ from .options import Goal, Option, largest_batch, ranked
 SCHEMA = 5
 """The version of a report's fields."""
 
-_WRAPPER = re.compile(r": ([\w.]+) = (?:[\w.]+\.)?(?:Balanced)?DataParallel\(([\w.]+)[,)]")
-"""A line that wraps a model: the name of the wrapper, and that of the model."""
+_WRAPPER = re.compile(r"\b(?:\w+\.)*(Balanced)?DataParallel\((?(1)(?:gpu0_bsz=)?[\w.]+, )")
+"""The part of a line that wraps a model which depends on the split."""
 
 RESERVE = 512 * 2**20
 """Bytes of each device to keep free by default, for CUDA's context and workspaces of libraries."""
@@ -218,10 +218,15 @@ class Report:
         return self.best.line
 
     def assignments(self, option: Option) -> list[str]:
-        """Return the lines that wrap the models of the script as in an option."""
-        matches = map(_WRAPPER.search, self.wrapped_at)
-        names = [match.groups() for match in matches if match] or [("model", "model")]
-        return [f"{name} = {option.line.replace('model', model)}" for name, model in names]
+        """Return the lines that wrap the models of the script as in an option.
+
+        They are the script's own lines with another ``gpu0_bsz``, so they keep ``dim``,
+        ``device_ids`` and ``.to(device)``. Of a call in several lines, it is the first.
+        """
+        call = option.line.partition("model")[0]
+        sources = (place.partition(": ")[2] for place in self.wrapped_at)
+        lines = [_WRAPPER.sub(call, line).rstrip() for line in sources if _WRAPPER.search(line)]
+        return lines or [f"model = {option.line}"]
 
     def largest_batch(self, option: Option) -> Option:
         """Return the option of the same kind with the largest batch that fits, or else this one."""

@@ -149,11 +149,16 @@ def test_speed_and_samples_on_accelerators():
     [
         ("model = DataParallel(model)", "model = BalancedDataParallel(6, model)"),
         # It was told to write model = ..., which would have been another model.
+        ("net.body = nn.DataParallel(net.head)", "net.body = BalancedDataParallel(6, net.head)"),
+        ("net = Own(torch.nn.DataParallel(make()))", "net = Own(BalancedDataParallel(6, make()))"),
+        # The line lost dim, so batches were split along another dimension.
         (
-            "net.body = nn.DataParallel(net.head, [0])",
-            "net.body = BalancedDataParallel(6, net.head)",
+            "model = nn.DataParallel(model, dim=1).to(0)",
+            "model = BalancedDataParallel(6, model, dim=1).to(0)",
         ),
-        ("net = Own(torch.nn.DataParallel(make()))", "model = BalancedDataParallel(6, model)"),
+        ("net = BalancedDataParallel(k, net, [0])", "net = BalancedDataParallel(6, net, [0])"),
+        ("model = nn.DataParallel(", "model = BalancedDataParallel(6,"),
+        ("model = MyDataParallel(model)", "model = BalancedDataParallel(6, model)"),
     ],
 )
 def test_a_script_is_told_the_line(wrapped, line):
