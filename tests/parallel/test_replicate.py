@@ -159,7 +159,7 @@ changes = st.tuples(
 
 
 @pytest.mark.filterwarnings("ignore:Net sets", "ignore:Net writes")
-@given(st.lists(changes, max_size=12), st.booleans())
+@given(st.lists(changes, max_size=6), st.booleans())
 def test_every_change_of_a_module_is_seen(drawn, grad):
     """One in forward is gone in the next call. Replicas kept it: one hook more in each call, or a
     buffer with the values of another.
