@@ -209,8 +209,8 @@ class Inputs:
             also += ", or transpose it" if size in other.shape else ""
         if any(_is_below(one, lists) for one in (path, first)):
             remedy = (
-                f"if {' and '.join(lists)} has one entry for each sample, split={lists!r} splits "
-                "it, or stack or pad its tensors to one"
+                f"if each entry of {' and '.join(lists)} is a sample, split={lists!r} splits them, "
+                "or stack or pad the tensors to one"
             )
         elif batch in tensor.shape:
             remedy = "its samples are along another dimension, so transpose it"

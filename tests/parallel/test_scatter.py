@@ -137,7 +137,7 @@ def gru(_, x, h):
         (sums, (IMAGES, TARGETS), r"split=\('args.0', 'args.1'\)", None, None),
         (sums, (IMAGES,), EIGHT, None, None),
         (sums, (SEQUENCES,), EIGHT, None, None),
-        (sums, (X, SEQUENCES), r"split=\('args.1',\) splits it", {"split": "args.1"}, None),
+        (sums, (X, SEQUENCES), r"split=\('args.1',\) splits them", {"split": "args.1"}, None),
         (sums, ([1, 2, 3, 4],), ONE_DEVICE, None, None),
         (sums, (np.arange(5),), ONE_DEVICE, None, None),
         (sums, (iter([1, 2, 3]),), "one device; make it a list", None, ([1, 2, 3],)),
