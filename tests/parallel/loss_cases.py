@@ -221,6 +221,7 @@ PENALTIES: dict[str, Callable[[Net], Any]] = {
     "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
     "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
     "penalty on ones": lambda n: (n.ones * 2).abs().sum(),
+    "nothing": lambda n: 0.0 * sum(p.sum() for p in n.parameters()),
 }
 """What is added to a mean."""
 
@@ -236,14 +237,13 @@ COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
     "a count": lambda m: m.sum(),
     "a clamped count": lambda m: m.sum().clamp(min=1),
     "a count or 1": lambda m: m.sum().where(m.sum() > 0, 1),
+    "a count plus 1e-12": lambda m: m.sum() + 1e-12,
     "the larger of a count and 1": lambda m: torch.maximum(m.sum(), torch.ones(()).to(m)),
     "the larger of 1 and a count": lambda m: torch.maximum(torch.ones(()).to(m), m.sum()),
 }
 """By what a masked sum is divided."""
 
 OTHER_DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "a count plus 1e-8": lambda m: m.sum() + 1e-8,
-    "1e-8 plus a count": lambda m: 1e-8 + m.sum().clone(),
     "a count minus a number": lambda m: m.sum() - 0.5,
     "a count plus twice 1": lambda m: torch.add(m.sum(), 1, alpha=2),
     "a count plus the number of samples": lambda m: m.sum() + len(m),

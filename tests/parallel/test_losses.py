@@ -682,6 +682,15 @@ def test_evaluation_with_fewer_cross_entropies_in_a_chunk():
         model(X, y=Y)
 
 
+@pytest.mark.parametrize("gpu0_bsz", [1, None])
+def test_a_write_in_inference_mode(gpu0_bsz):
+    model, bare = make(EXACT["in place"], gpu0_bsz)
+    given = given_to(EXACT["in place"], 12)
+    assert step(model, bare, True, given) == (True, [])
+    with torch.inference_mode():
+        compare(model, bare, given, has_gradients=False)
+
+
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_a_multiple_of_a_cross_entropy_may_come_without_gradients_first(gpu0_bsz):
     """Trainer.evaluate() before train(), with the loss of transformers."""

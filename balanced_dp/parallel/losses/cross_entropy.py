@@ -59,9 +59,10 @@ class Counted:
         return rows == [*range(len(rows))] != []
 
     def is_(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the result, detached or not."""
+        """Return whether a tensor is the result, detached or not; no if writes leave no trace."""
         return (
-            tensor.untyped_storage()._cdata == self.result.untyped_storage()._cdata
+            not tensor.is_inference()
+            and tensor.untyped_storage()._cdata == self.result.untyped_storage()._cdata
             and tensor.storage_offset() == self.result.storage_offset()
             and _version(tensor) == self.version
         )

@@ -223,6 +223,8 @@ class ChunkLosses:
         terms = terms_of(outputs, sizes, self.dim, nodes)
         own, bases = [], dict[Any, Weights]()
         for i, term in enumerate(terms):
+            if not any(term.factors):
+                continue  # as of parameters that must have a gradient
             if term.kind == "sum":
                 bases.update([self._base_of_sum(term, (key, len(terms), i))])
             elif (
@@ -276,8 +278,8 @@ class ChunkLosses:
         place, divided = (place, self.form), self.history.divided
         if place not in divided:  # the first call waits for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
-            # A count of 0 may have been replaced by 1.
-            fits = all(isclose(d, n, rel_tol=1e-6) or (d == 1 and not n) for d, n in pairs)
+            # A count of 0 may have been replaced by 1, or by a number close to 0.
+            fits = all(isclose(d, n, rel_tol=1e-6) or (d <= 1 and not n) for d, n in pairs)
             if fits and not masks and not term.own:
                 return self._base_of_mean(counts)
             if not fits or any(n for _, n in pairs):
