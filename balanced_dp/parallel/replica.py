@@ -31,7 +31,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 """Attributes that a forward pass does not assign, although it may change their contents."""
 
-_OF_ANY_REPLICA = _OF_ANY_MODULE | {"_is_replica", "zero_grad", "register_parameter", "forward"}
+_OF_ANY_REPLICA = _OF_ANY_MODULE | {"_is_replica", "zero_grad", "register_parameter"}
 
 _CARRIERS = (types.MethodType, functools.partial)
 """Attributes that may hold modules, and must hold their copies in a replica: hooks and ``forward``.
@@ -236,8 +236,10 @@ class Replica:
         for own, key, strong, _ in self._bound:
             own[key] = strong
         if list(map(len, self.attributes)) != self._sizes:  # there are new ones
-            for own, made_with in zip(self.attributes, self._made_with, strict=False):
-                for name in own.keys() - made_with.keys() - _OF_ANY_REPLICA:
+            for module, made_with in zip(self.modules, self._made_with, strict=False):
+                own = module.__dict__
+                kept = _OF_ANY_REPLICA | ({"forward"} if _is_compiled(module) else set())
+                for name in own.keys() - made_with.keys() - kept:
                     del own[name]
         return True
 

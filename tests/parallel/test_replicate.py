@@ -130,6 +130,7 @@ OF_STRUCTURE = [
     has_another_hook,
     hooks_into_another,
     has_its_own_forward,
+    lambda net, i: setattr(net.layers[i], "forward", torch.tanh),
     lambda net, i: net.layers[i].__dict__.pop("forward", None),
     lambda net, i: setattr(net.layers[i].linear, "weight", net.layers[0].linear.weight),
     lambda net, i: setattr(net.layers[i].linear, "weight", nn.Parameter(torch.full((3, 3), 0.5))),
