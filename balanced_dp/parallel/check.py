@@ -47,6 +47,8 @@ class CheckResult:
 
     def __str__(self) -> str:
         what = f"{self.num_compared} outputs and gradients, chunks of {self.chunk_sizes}"
+        if sum(map(bool, self.chunk_sizes)) < 2:
+            return f"{what}: the batch is not split, so nothing can differ; give a larger one"
         if not self.differences:
             return f"{what}: all equal the whole batch's"
         width = max(len(one.what) for one in self.differences)
