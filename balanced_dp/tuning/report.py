@@ -224,8 +224,12 @@ class Report:
         ``device_ids`` and ``.to(device)``. Of a call in several lines, it is the first.
         """
         call = option.line.partition("model")[0]
+
+        def wrapper(match: re.Match[str]) -> str:
+            return match[0] if call == "nn.DataParallel(" and not match[1] else call
+
         sources = (place.partition(": ")[2] for place in self.wrapped_at)
-        lines = [_WRAPPER.sub(call, line).rstrip() for line in sources if _WRAPPER.search(line)]
+        lines = [_WRAPPER.sub(wrapper, s).rstrip() for s in sources if _WRAPPER.search(s)]
         return lines or [f"model = {option.line}"]
 
     def largest_batch(self, option: Option) -> Option:
