@@ -148,7 +148,6 @@ class Workers:
         """Run ``work`` in the thread of ``device``."""
         if device not in self._threads or not self._threads[device][0].is_alive():  # after a fork
             queue: SimpleQueue[Any] = SimpleQueue()
-
             args, name = (queue, self.ended), f"replicas on {device}"
             thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
             thread.start()

@@ -9,6 +9,9 @@ A loss is followed from its node to the ones where the samples disappear, its *r
 On the way they may only be added up and multiplied by Python's numbers. These are read on the host,
 so no call waits for a device, and nobody's code runs again. The graphs of the replicas are followed
 side by side, as they are alike but for the number of samples.
+
+Beyond the reductions, ``how_samples_mix`` looks for operators that compute samples of a chunk from
+each other.
 """
 
 from __future__ import annotations
