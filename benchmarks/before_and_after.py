@@ -20,9 +20,9 @@ PATH = Path(__file__).parent.parent / "docs" / "before_and_after.svg"
 
 def measured(**options: bool) -> Report:
     """Return the report of 32 samples on four devices of 11 GiB, as the command has it."""
-    capacities, reserve = [11 * 2**30] * 4, 512 * 2**20
+    capacities = [11 * 2**30] * 4
     workload = find_workload("gpt2-small")
-    asked = {"capacities": capacities, "reserve": reserve, "emulate": True, "goal": "headroom"}
+    asked = {"capacities": capacities, "emulate": True, "goal": "headroom"}
     return tune(workload, 32, with_alternatives=False, **asked, **options)
 
 

@@ -16,7 +16,9 @@ import torch
 
 
 def hardware() -> str:
-    """Return the number of CPU cores and what they are."""
+    """Return the name of the GPU, or the number of CPU cores and what they are."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     try:
         models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:

@@ -110,6 +110,7 @@ OF_TORCH = {
     *("nn.Module._apply", "autograd._engine_run_backward", "Tensor._make_wrapper_subclass"),
     *("jit._builtins._get_builtin_table", "random._seed_custom_device"),
     *("_C._dispatch_has_kernel_for_dispatch_key", "_C._is_autocast_available"),
+    "cuda._cached_device_count",
 }
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Option
+from typer import Argument, Option
 
 from ..errors import ArgumentError
 from ..units import parse_bytes
 
+TARGET = Argument(help="A built-in workload, or package.module:function, or file.py:function.")
 NumDevices = Annotated[int | None, Option("--devices", min=2, help="Default: all GPUs, or 4.")]
 Emulate = Annotated[bool, Option("--emulate", help="Emulate devices even if there are GPUs.")]
 Memory = Annotated[
     str | None, Option(help="Capacity of all devices, or of each: 24GiB,11GiB. GB means GiB.")
 ]
-Reserve = Annotated[str | None, Option(help="Memory to keep free of a capacity; default: 512MiB.")]
+Reserve = Annotated[str | None, Option(help="Memory to keep free of a capacity; default: 1GiB.")]
 GOAL = Option("--for", help="How options rank; default: speed, or headroom without capacities.")
 JsonFile = Annotated[Path | None, Option("--json", metavar="FILE", help="Write JSON; - is stdout.")]
 Html = Annotated[Path | None, Option(metavar="FILE", help="Write a page; - is stdout.")]

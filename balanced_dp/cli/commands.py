@@ -128,10 +128,7 @@ def run(
 @app.command("plan", help="Find gpu0_bsz without GPUs: the same as tune --emulate --memory ...")
 def tune(
     context: typer.Context,
-    target: Annotated[
-        str | None,
-        Argument(help="A built-in workload, or package.module:function, or file.py:function."),
-    ] = None,
+    target: Annotated[str | None, arguments.TARGET] = None,
     batch_size: Annotated[int | None, Option(help="Default: the workload's.")] = None,
     sweep: Annotated[
         str | None, Option(metavar="FIRST:LAST", help="Values of gpu0_bsz to measure as well.")
@@ -279,12 +276,13 @@ def probe(
 
 @app.command()
 def validate(
+    target: Annotated[str, arguments.TARGET] = "gpt2-small",
     num_devices: arguments.NumDevices = None,
     emulate: arguments.Emulate = False,
     json_file: arguments.JsonFile = None,
     markdown: arguments.Markdown = None,
 ) -> None:
-    """Check gradients, emulated memory and speed on the GPUs of this machine.
+    """Check gradients, and a workload's emulated memory and speed, on the GPUs of this machine.
 
     Runs on all GPUs, with replicas that share it on a single one, and without any on emulated
     devices. Ends with exit code 1 if a gradient is wrong.
@@ -298,7 +296,8 @@ def validate(
     def show(what: object) -> None:
         console.print_text(output, str(what))
 
-    result = run_checks(num_devices, emulate=emulate, on_check=show)
+    sys.path.insert(0, "")  # as for tune
+    result = run_checks(num_devices, emulate=emulate, workload=target, on_check=show)
     show(f"\n{result.verdict} ({result.devices})")
     console.write(json_file, console.as_json, asdict(result))
     console.write(markdown, result.markdown)

@@ -33,12 +33,7 @@ _Patches = dict[Any, dict[str, Any]]
 @contextmanager
 def named_cuda(machine: Machine) -> Iterator[None]:
     """Give the devices of the current machine the name "cuda" inside a ``with`` block."""
-    everything = (
-        _tensors(),
-        _factories(machine),
-        _cuda_modules(machine),
-        _without_hardware(machine),
-    )
+    everything = _tensors(), _factories(machine), _cuda_modules(machine), _without_hardware(machine)
     builtins = torch.jit._builtins._get_builtin_table()  # TorchScript knows functions by their id
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(builtins))
@@ -112,6 +107,7 @@ def _cuda_modules(machine: Machine) -> _Patches:
         torch.cuda.graphs: {"_cuda_isCurrentStreamCapturing": lambda: False},
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "mark"), lambda *args: 0),
         torch.cuda.nccl: {"is_available": lambda tensors: False},
+        torch.distributed.distributed_c10d: {"_NCCL_AVAILABLE": False},
         parallel_functions: {"_get_stream": cuda_functions.Stream},
     }
 
@@ -125,7 +121,8 @@ def _without_hardware(machine: Machine) -> _Patches:
         torch.multiprocessing: {"spawn": _refuse_to_spawn},
         torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
         torch.amp.GradScaler: {"_enabled": disabled} if machine.symbolic else {},
-        torch.version: {"cuda": "12.6"},  # for scripts that compare it
+        # Scripts compare it, and torchvision compares it with its own.
+        torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
     }
 

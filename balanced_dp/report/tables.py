@@ -167,8 +167,9 @@ def device_table(report: Report) -> TextTable:
     caption = f"Measured on {devices}{', shapes only' * (report.mode == 'symbolic')}; {precision}."
     if report.reserve_bytes:
         caption += f" {format_bytes(report.reserve_bytes)} of each is kept free for CUDA's context."
-    budgets = report.budgets if report.has_capacity else None
-    return use_table(best, budgets, even, caption)
+        # Without it, fragments of torch's allocator can take as much again.
+        caption += " Train with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+    return use_table(best, report.budgets if report.has_capacity else None, even, caption)
 
 
 def use_table(

@@ -57,7 +57,7 @@ def tune(
         capacities: capacity of each device in bytes, which emulated devices may exceed. By default
             the accelerators' own; for emulated devices the highest peak of the even split, rounded
             up to whole MiB.
-        reserve: bytes of each capacity to keep free. By default 512 MiB for contexts and
+        reserve: bytes of each capacity to keep free. By default 1 GiB for contexts and
             workspaces, or 0 if the capacity is the peak of the even split.
         sweep: values of ``gpu0_bsz`` to measure in addition.
         emulate: whether to emulate devices even if there are accelerators.

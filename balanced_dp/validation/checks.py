@@ -18,16 +18,13 @@ from ..parallel.data_parallel import BalancedDataParallel
 from ..split import even_share
 from ..torch_versions import accelerator_type
 from ..tuning.models import CharTransformer
-from ..tuning.report import Provenance
+from ..tuning.report import RESERVE, Provenance
 from ..tuning.step import measure_step
 from ..tuning.workload import Workload, find_workload
 from ..units import format_bytes
 
 ALLOWED_ERROR = 0.10
 """The allowed error of a predicted peak, relative to the measured one."""
-
-RESERVE_BYTES = 512 * 2**20
-"""The allowed unpredicted part of NVML's used memory: the reserve of a plan."""
 
 ALLOWED_RATIO = 1.05
 """The longest that a step may take, as a multiple of that of ``nn.DataParallel``."""
@@ -108,16 +105,16 @@ def validate(
         on_check: called with each check.
 
     Raises:
-        ArgumentError: there are fewer devices.
+        ArgumentError: there are fewer devices, or there is no such workload.
     """
     checks: list[Check] = []
+    trained = find_workload(workload)
     with _opened(num_devices, emulate) as devices:
         parts = [_gradients(devices)]
         if is_emulated(devices[0]):
             description = f"{len(devices)} emulated devices"
         else:
             description = ", ".join(map(_described, devices))
-            trained = find_workload(workload)
             batch_size = 4 * len(devices)
             parts += [_memory(trained, batch_size, devices), _time(trained, batch_size, devices)]
         for part in parts:
@@ -191,7 +188,7 @@ def _memory(
         if beyond:
             extra = max(0, *beyond)
             note = "beyond the prediction: contexts, communicators, cache"
-            ok = extra <= RESERVE_BYTES
+            ok = extra <= RESERVE
             yield Check("memory", f"{what}, NVML", ok, format_bytes(extra), note)
 
 

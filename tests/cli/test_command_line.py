@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_the_version_is_in_the_changelog():
         ("plan os:getcwd --memory 1GiB", "os:getcwd must return a balanced_dp.Workload, but"),
         ("plan char-lm --memory much", "--memory must be bytes or a size in B, KiB"),
         ("plan char-lm --memory 1GiB,1GiB --devices 3", "--memory gives 2 devices, but"),
-        ("plan char-lm --memory 400MiB", "512.00 MiB of each device is kept free, but there"),
+        ("plan char-lm --memory 400MiB", "1.00 GiB of each device is kept free, but there"),
         ("tune char-lm --sweep 8", "--sweep must be FIRST:LAST such as 0:8, got '8'"),
         ("tune char-lm --sweep 6:12", "gpu0_bsz is from 0 to 8, the even split"),
         ("tune char-lm --sweep 8:0", "--sweep must be FIRST:LAST such as 0:8"),
@@ -64,12 +65,12 @@ def test_the_version_is_in_the_changelog():
         ("plan mine.py --memory 1GiB", "no workload 'mine.py' (did you mean mine.py:function?)"),
         ("demo --emulate --devices 130", "num_devices is 130, but torch has at most 128"),
         ("demo --emulate --json none/x.json", "there is no folder"),
-        ("plan mine:make --memory 1GiB --json /dev/full", "/dev/full cannot be written"),
+        ("plan mine:make --memory 2GiB --json /dev/full", "/dev/full cannot be written"),
         ("run none.py", "none.py is not a file; name a Python script"),
         ("run .", ". is a folder; name a Python script"),
         ("run --gpu0-bsz many mine.py", "--gpu0-bsz must be a number, auto or even"),
         ("run --memory plenty mine.py", "--memory must be bytes or a size"),
-        ("run --memory 512MiB mine.py", "512.00 MiB of each device is kept free"),
+        ("run --memory 512MiB mine.py", "1.00 GiB of each device is kept free"),
         ("run --reserve 1GiB mine.py", "--reserve needs --memory, the capacity of the"),
         ("run --step 3 mine.py", "there is no option --step (did you mean --steps?); see "),
         ("run --json - mine.py", "stdout is the script's; name a file"),
@@ -88,25 +89,22 @@ def test_errors_are_one_line(command, message, tuned, invoke, monkeypatch, capsy
     assert told.out == ""
 
 
-TOO_FEW = "'--devices': Input should be greater than or equal to"
-NO_CHOICE = "'--for': Value error,"
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         *(
-            (f"{name} --devices 1 x", f"{TOO_FEW} 2")
+            (f"{name} --devices 1 x", "'--devices': .*2")
             for name in ("plan", "tune", "demo", "validate")
         ),
-        ("run --devices 0 mine.py", f"{TOO_FEW} 1"),
-        ("plan --for sped x", f"{NO_CHOICE} 'sped' is not one of 'speed', 'headroom', 'ba"),
-        ("run --for batch mine.py", f"{NO_CHOICE} 'batch' is not one of 'speed', 'headroom'"),
+        ("run --devices 0 mine.py", "'--devices': .*1"),
+        ("plan --for sped x", "'--for': .*'sped' is not one of 'speed', 'headroom', 'batch'"),
+        ("run --for batch mine.py", "'--for': .*'batch' is not one of 'speed', 'headroom'"),
     ],
 )
 def test_values_that_an_option_does_not_take(command, message, invoke):
     ended = invoke(*command.split())
-    assert ended.exit_code == 2 and f"Invalid value for {message}" in ended.output
+    assert ended.exit_code == 2
+    assert re.search(f"Invalid value for {message}", ended.output)  # click's words, or pydantic's
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -72,7 +72,7 @@ def measured(script: Path, *words: str, **options: Any) -> tuple[int, Any, list[
 
 
 def test_the_answer_for_a_script(script):
-    done = run("--memory", "1GiB", "train.py", "9", "256", "wrap")
+    done = run("--memory", "2GiB", "train.py", "9", "256", "wrap")
     assert done.exit_code == 0, done.stderr
     steps = re.findall(r"step (\d) loss \d\.\d{7}\n", done.stdout)
     assert steps == [*"012345678"] and len(done.stdout.splitlines()) == 9
@@ -132,7 +132,7 @@ def test_the_report_is_written(script):
         ),
         ("--steps 4 -m train 9 64 wrap --memory its", 0, "train, batches of 64, 4 devices"),
         ("--symbolic train.py 4 64 wrap branch", 0, "only: the values that it reads are NaN"),
-        ("--memory 515MiB train.py 8 2048 wrap memory", 0, "A batch of 2048 does not fit: with "),
+        ("--memory 1027MiB train.py 8 2048 wrap memory", 0, "A batch of 2048 does not fit: with "),
         ("train.py 1 4 parse --steps=3", 2, "--steps=3 went to the script; place it before train."),
     ],
 )
@@ -147,7 +147,7 @@ def test_scripts_that_end_otherwise(command, code, says, script):
     if "--steps" in command and "99999" in command:
         assert len(done.stdout.splitlines()) == 3
     if "wrap memory" in command:  # the capacity is reported to the script, but not enforced
-        assert done.stdout.splitlines()[-1] == str(515 * 2**20)
+        assert done.stdout.splitlines()[-1] == str(1027 * 2**20)
         assert "device 0 needs" in done.stderr and "and lacks" in done.stderr
     if "branch" in command:
         assert "loss nan" in done.stdout and "small" not in done.stdout

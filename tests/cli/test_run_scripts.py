@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def losses(output: str) -> list[float]:
 
 @functools.cache
 def losses_on_cpu(script: str) -> list[float]:
-    done = python(script, cwd=SCRIPTS)
+    done = python(script, cwd=SCRIPTS, environ={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     return losses(done.stdout)
 

@@ -243,7 +243,7 @@ def test_a_resumed_run_runs_out_no_more(tmp_path):
         assert (values[0], num_failures) == (found, 0)
         loop.model.load_state_dict(state)  # now training has begun
         assert loop.model.gpu0_bsz == values[-1]
-    stock = nn.DataParallel(TALL.model(), ["cpu"])
+    stock = nn.DataParallel(TALL.model()).cpu()
     assert state.keys() == stock.state_dict().keys()
     stock.load_state_dict(state, strict=True)
     for gpu0_bsz, other in (("auto", stock.state_dict()), ("auto", dict(state)), (5, state)):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 
 from ..modules import Lambda
+from ..versions import since_torch
 
 
 def sets_an_attribute(self, x):
@@ -70,7 +71,10 @@ MODULES = {
         pytest.param(True, 2, 1008, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name",  # after an error, checkpoint closed its context in whichever thread freed it
+    [pytest.param(n, marks=[since_torch("2.13")] * (n == "checkpoint")) for n in MODULES],
+)
 def test_steps_leave_nothing_behind(
     no_collector, caplog, emulated, name, gathers, gpu0_bsz, num_steps
 ):

@@ -21,6 +21,7 @@ from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.parallel.replica import Blueprint
 from balanced_dp.parallel.replicate import Replicator
 
+from ..devices import KINDS
 from ..modules import Lambda, assert_same_gradients
 from .test_no_growth import MODULES
 
@@ -188,7 +189,7 @@ def test_every_change_of_a_module_is_seen(drawn, grad):
 
 
 @pytest.mark.skipif(is_free_threaded_build(), reason="each call makes new replicas")
-@pytest.mark.parametrize("kind", ["cpu", "stand-in"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "emulated"])
 @pytest.mark.parametrize("name", ["plain", "method", "partial", "hook", "rnn"])
 def test_a_call_leaves_its_replicas_to_the_next(devices, name):
     def forward(self, x):
@@ -344,6 +345,7 @@ CHANGED_WEIGHTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single")  # cuDNN's
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
 @pytest.mark.parametrize("name", CHANGED_WEIGHTS)
 def test_weights_that_forward_replaces(devices, name, gpu0_bsz):

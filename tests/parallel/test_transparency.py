@@ -222,6 +222,7 @@ SETTINGS = [
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=4 has no effect")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of the side streams here
 @pytest.mark.parametrize(
     ("kind", "gpu0_bsz", "streams", "where", "options"), [s for s in SETTINGS if s[0] in KINDS]
 )
