@@ -69,13 +69,13 @@ def value_of_auto(workload, batch_size, num_devices):
         *((name, 8, 40) for name in ("wide_output", "convolutions")),
         ("mlp", 3, 50),
         *((name, 3, 24) for name in ("u_net", "mixture_of_experts")),
-        ("gru_and_transformer", 4, 16),
+        pytest.param("gru_and_transformer", 4, 16, marks=pytest.mark.slow),
         pytest.param("gru_and_transformer", 3, 24, marks=pytest.mark.slow),
         pytest.param("u_net", 8, 48, marks=pytest.mark.slow),
         pytest.param("mixture_of_experts", 8, 48, marks=pytest.mark.slow),
         pytest.param("recurrent", 4, 24, marks=pytest.mark.slow),
         pytest.param("tied_transformer", 6, 14, marks=pytest.mark.slow),
-        ("loss_inside", 5, 18),
+        pytest.param("loss_inside", 5, 18, marks=pytest.mark.slow),
     ],
 )
 def test_what_trying_everything_finds(name, num_devices, batch_size):
