@@ -18,7 +18,7 @@ emulation/ ledger machine symbolic tensor copies kernels autocast device_module
 emulation/ cuda_functions cuda_tensors as_cuda patches context __init__
 devices
 memory/ records nvml nvml_sampler
-memory/ breakdown peaks probe logger __init__
+memory/ out_of_memory breakdown peaks probe logger __init__
 parallel/ nested scatter copies homes shared_weights
 parallel/losses/ cross_entropy graph weights join __init__
 parallel/ replica replicate parallel_apply

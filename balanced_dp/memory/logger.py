@@ -65,7 +65,7 @@ class MemoryLogger:
         self.num_steps += 1
         if self.num_steps % self.every:
             return
-        peaks = [self._peaks.of(device)[0] for device in self._devices]
+        peaks = self._peaks.allocated
         self._peaks = Peaks(self._devices)
         for label, peak_bytes in zip(self._labels, peaks, strict=True):
             self._write(f"memory/{label}/peak_MiB", peak_bytes / 2**20, self.num_steps)

@@ -40,6 +40,11 @@ class Peaks:
                 module.reset_peak_memory_stats(device)
             _open.add(self)
 
+    @property
+    def allocated(self) -> tuple[int, ...]:
+        """The peak of the allocated bytes of each device."""
+        return tuple(self.of(device)[0] for device in self._earlier)
+
     def of(self, device: torch.device) -> tuple[int, int]:
         """Return the peaks of the allocated and of the reserved bytes of a device."""
         module = _statistics_of(device)

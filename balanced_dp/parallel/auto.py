@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -14,8 +13,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..devices import capacities_of, is_emulated, is_out_of_memory, num_ooms, which_ran_out
-from ..errors import ArgumentError, ArgumentTypeError, add_note, warn
+from ..devices import capacities_of, is_emulated
+from ..errors import ArgumentError, ArgumentTypeError, warn
+from ..memory.out_of_memory import num_ooms, which_ran_out
 from ..memory.peaks import Peaks
 from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
@@ -46,9 +46,9 @@ class SplitPolicy:
         self._number = gpu0_bsz
         self.device_weights = None if device_weights is None else tuple(device_weights)
         self._is_first = True
-        if device_weights is not None and len(device_weights) != max(1, len(devices)):
+        if device_weights is not None and len(device_weights) != len(devices):
             raise ArgumentError(
-                f"device_weights must be one number for each of {max(1, len(devices))} devices, "
+                f"device_weights must be one number for each of {len(devices)} devices, "
                 f"got {len(device_weights)}"
             )
         SplitPolicy.split(self, 0)  # raises where a number is out of its range
@@ -63,7 +63,7 @@ class SplitPolicy:
         if self.device_weights is not None:
             return split_by_weights(batch_size, self.device_weights, self._number)
         limit = batch_size if self._number is None else self._number
-        return split_batch(batch_size, max(1, len(self.devices)), limit)
+        return split_batch(batch_size, len(self.devices), limit)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
         """Return the chunk size of each device for this call.
@@ -82,23 +82,10 @@ class SplitPolicy:
         self._is_first &= not batch_size
         return chunk_sizes
 
-    @contextlib.contextmanager
-    def advising(self, chunk_sizes: Sequence[int]) -> Iterator[None]:
-        """Add the remedy to an out-of-memory error."""
-        try:
-            yield
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                sizes = zip(self.devices, chunk_sizes, strict=True)
-                split = ", ".join(f"{device}: {size}" for device, size in sizes)
-                size = sum(chunk_sizes)
-                add_note(error, f"the batch of {size} was split {split}{self._remedy(size)}")
-            raise
-
-    def _remedy(self, batch_size: int) -> str:
+    def remedy(self, batch_size: int) -> str:
         """Return the remedy for an out-of-memory error."""
         return (
-            "; give the device that ran out fewer samples (gpu0_bsz, or device_weights), or lower "
+            "give the device that ran out fewer samples (gpu0_bsz, or device_weights), or lower "
             "the batch size"
         )
 
@@ -132,8 +119,8 @@ class AutoSplit(SplitPolicy):
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        counts = [hasattr(torch.get_device_module(d), "max_memory_allocated") for d in devices]
-        if not all(counts) or len(set(devices)) < len(devices):
+        counted = {d for d in devices if hasattr(torch.get_device_module(d), "memory_stats")}
+        if len(counted) < len(devices):
             raise ArgumentError(
                 "gpu0_bsz='auto' needs distinct devices of a type that counts its memory, "
                 f"got {', '.join(map(str, devices))}; give a number, or try it inside "
@@ -173,34 +160,25 @@ class AutoSplit(SplitPolicy):
         return chunk_sizes
 
     def begin(self) -> None:
-        """Begin an iteration unless one is under way; its peaks are read only if it counts."""
+        """Begin an iteration unless one is under way. Peaks are read while the search goes on."""
         if self._peaks is None:
             _watching[id(self)] = self
             _register_hook()
             if not self.search.is_over:
                 self._num_ooms = num_ooms(self.devices)
             self._batch = (0, False)
-            self._peaks = Peaks(self.devices if self._counts() else ())
-
-    def _counts(self) -> bool:
-        return self.num_iterations > 0 and not self.search.is_over
+            self._peaks = Peaks(() if self.search.is_over else self.devices)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the iteration that ends with the step of an optimizer, if it is the model's."""
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         is_ours = any(id(parameter) in self._parameter_ids for parameter in parameters)
         if self._peaks is not None and is_ours:
-            if self._counts():
+            if self.num_iterations and not self.search.is_over:
                 split = self.search.split(self._batch[0])
-                self.search.tell(split, self.peak_bytes, self._batch[1])
+                self.search.tell(split, self._peaks.allocated, self._batch[1])
             self._peaks = None
             self.num_iterations += 1
-
-    @property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """The peak of each device in this iteration."""
-        assert self._peaks is not None
-        return tuple(self._peaks.of(device)[0] for device in self.devices)
 
     def _note_failure(self, has_failed: bool = False) -> bool:
         """End an iteration in which memory ran out; return whether the next split differs.
@@ -219,11 +197,11 @@ class AutoSplit(SplitPolicy):
         self._peaks = None
         return self.search.ran_out(self._batch[0], which_ran_out(self.devices, before))
 
-    def _remedy(self, batch_size: int) -> str:
+    def remedy(self, batch_size: int) -> str:
+        """Change the split, and return the remedy for an out-of-memory error."""
         if self._note_failure(has_failed=True):
-            value = self.split(batch_size)[0]
-            return f". gpu0_bsz='auto' is now {value}: the step may be repeated"
-        return ", and gpu0_bsz='auto' has no better split; lower the batch size"
+            return f"gpu0_bsz='auto' is now {self.split(batch_size)[0]}: repeat the step"
+        return "gpu0_bsz='auto' has no better split; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return a state for a later run to start with, as numbers and lists, or None."""

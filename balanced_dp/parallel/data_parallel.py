@@ -27,6 +27,7 @@ from torch import nn
 
 from ..devices import Device, default_device_type, resolve_device, resolve_devices
 from ..errors import ArgumentTypeError
+from ..memory.out_of_memory import advising
 from ..memory.probe import MemoryProbe
 from ..split import as_integer
 from ..torch_versions import disable_dynamo
@@ -230,7 +231,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             losses = self._losses(active_sizes)
             token = _running.set(_Call(self, ids, losses))
             try:
-                with self._policy.advising(sizes):
+                with advising(self.devices, sizes, self._policy.remedy):
                     args, keywords = self.scatter(inputs, kwargs, ids)
                     losses.arguments = list(zip(args, keywords, strict=True))
                     replicas = self.replicate(self.module, ids)

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..devices import is_emulated
 from ..memory.breakdown import memory_breakdown
+from ..memory.peaks import Peaks
 from ..parallel.auto import AutoSplit, SplitPolicy
 from ..parallel.data_parallel import BalancedDataParallel
 from ..search import LoopSearch
@@ -129,7 +130,7 @@ class Loop(AutoSplit):
                 yield
             finally:
                 if self.last is None and self._peaks is not None:
-                    self.last = self._measured()
+                    self.last = self._measured(self._peaks)
                 self._peaks = None
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -147,9 +148,7 @@ class Loop(AutoSplit):
                 raise StepsDone
             self._started = time.perf_counter()
             super().begin()
-
-    def _counts(self) -> bool:
-        return True
+            self._peaks = Peaks(self.devices)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the iteration that ends with the step of the first optimizer."""
@@ -159,7 +158,7 @@ class Loop(AutoSplit):
         self._note_failure()
         if optimizer is not self._optimizer or self._peaks is None:
             return
-        measured, self._peaks = self._measured(), None
+        measured, self._peaks = self._measured(self._peaks), None
         self.num_iterations += 1
         if self.num_iterations > 1 and len(self.devices) > 1:
             peaks, accumulates = measured.peak_bytes, self._batch[1]
@@ -174,9 +173,8 @@ class Loop(AutoSplit):
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return chain.from_iterable(group["params"] for group in groups)
 
-    def _measured(self) -> Option:
+    def _measured(self, peaks: Peaks) -> Option:
         """Return the measurement of the iteration until now."""
-        peak_bytes = self.peak_bytes
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
         seconds = time.perf_counter() - self._started
@@ -195,7 +193,7 @@ class Loop(AutoSplit):
             gpu0_bsz=None if is_even else chunk_sizes[0],
             device_weights=None,
             chunk_sizes=chunk_sizes,
-            peak_bytes=peak_bytes,
+            peak_bytes=peaks.allocated,
             uses=tuple(memory_breakdown(counted, self._optimizer).values()),
             seconds=seconds,
         )

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..devices import is_out_of_memory, num_ooms, which_ran_out
 from ..errors import ArgumentError, BalanceWarning
 from ..memory.breakdown import memory_breakdown
+from ..memory.out_of_memory import is_out_of_memory, num_ooms, which_ran_out
 from ..memory.peaks import Peaks
 from ..parallel.auto import SplitPolicy, smallest_chunk
 from ..parallel.criterion import BalancedCriterion
@@ -172,7 +172,7 @@ class StepMeter:
             gpu0_bsz=None if is_even else gpu0_bsz,
             device_weights=device_weights,
             chunk_sizes=policy.split(batch_size),
-            peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),
+            peak_bytes=peaks.allocated,
             uses=uses,
             seconds=seconds,
             out_of_memory=out_of_memory,
