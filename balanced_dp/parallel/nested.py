@@ -86,10 +86,8 @@ def items(container: object, path: str = "") -> list[tuple[str, Any]] | None:
         # Attributes that __post_init__ or a cached property has set hold tensors, too.
         names = dict.fromkeys([*fields, *getattr(container, "__dict__", ())])
         found = [(name, getattr(container, name)) for name in names if hasattr(container, name)]
-    elif isinstance(container, tuple) and hasattr(container, "_fields"):
-        found = zip(container._fields, container, strict=True)
     elif isinstance(container, tuple | list | deque):
-        found = enumerate(container)
+        found = zip(getattr(container, "_fields", range(len(container))), container, strict=True)
     else:
         return None
     return [(f"{path}.{name}".lstrip("."), value) for name, value in found]
