@@ -15,7 +15,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,11 +27,6 @@ from .copies import Arrivals, ArrivingParameters
 MEMBERS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module stores what is registered; each replica has its own."""
-
-_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
-"""Attributes that a forward pass does not assign, although it may change their contents."""
-
-_OF_ANY_REPLICA = _OF_ANY_MODULE | {"_is_replica", "zero_grad", "register_parameter"}
 
 _CARRIERS = (types.MethodType, functools.partial)
 """Attributes that may hold modules, and must hold their copies in a replica: hooks and ``forward``.
@@ -54,10 +49,9 @@ class Blueprint:
         parameters, buffers: both of them alone.
         places: where the tensors are registered.
         children: where submodules are.
-        attributes: the attributes of each module that forward may assign.
-        bound: the values that may be bound to modules: the index of a module, the kind of hooks or
-            None for an attribute, the key, and the value.
-        is_compiled: whether a submodule is the result of ``torch.compile``.
+        bound: the values that may be bound to modules: the index of a dictionary among those with
+            attributes and hooks, the key, and the value.
+        compiled: the indices of the modules that are results of ``torch.compile``.
 
     Raises:
         RuntimeError: a submodule is scripted or compiled in place.
@@ -71,23 +65,12 @@ class Blueprint:
         self.places += self._index("_buffers", self.tensors)
         self.buffers = self.tensors[len(self.parameters) :]
         self.children = self._index("_modules", self.modules)
-        self.attributes: list[dict[str, Any]] = []
-        self.bound: list[tuple[int, str | None, Any, Any]] = []
-        for index, module in enumerate(self.modules):
+        for module in self.modules:
             _check_replicable(module)
-            own = module.__dict__
-            attributes = {n: v for n, v in own.items() if n not in _OF_ANY_MODULE}
-            if _is_compiled(module):
-                attributes.pop("forward", None)  # which each copy binds itself
-            self.attributes.append(attributes)
-            for kind, values in ((None, attributes), *((k, own[k]) for k in HOOKS if own[k])):
-                carriers = [(k, v) for k, v in values.items() if isinstance(v, _CARRIERS)]
-                self.bound += [(index, kind, k, v) for k, v in carriers]
-        self.is_compiled = any(map(_is_compiled, self.modules))
-        pairs = zip(self.modules, self.attributes, strict=True)
-        owners = [module.__dict__ for module, attributes in pairs for _ in attributes]
-        self._slots = owners, list(chain.from_iterable(self.attributes))
-        """Where each of these attributes is, and its name: one loop in C reads them all."""
+        own = [module.__dict__ for module in self.modules]
+        items = [(i, *item) for i, d in enumerate(_with(HOOKS, own)) for item in d.items()]
+        self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
+        self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
         self._contents = self._take_contents()
 
     def _index(self, kind: str, values: list[Any]) -> list[_Place]:
@@ -119,16 +102,13 @@ class Blueprint:
 
         Compare the values by identity, since not all of them support equality.
         """
-        own = [module.__dict__ for module in self.modules]
-        registered = _of_kinds((*MEMBERS, *HOOKS), own)
-        filled = list(filter(None, registered))
-        values = chain.from_iterable(map(dict.values, filled))
+        dictionaries = _with((*MEMBERS, *HOOKS), [module.__dict__ for module in self.modules])
+        filled = list(filter(None, dictionaries))
         return (
             list(map(type, self.modules)),
-            list(map(len, own)),
-            list(map(len, registered)),
+            list(map(len, dictionaries)),
             list(chain.from_iterable(filled)),
-            [*values, *map(dict.get, *self._slots, repeat(self))],  # self where there is none
+            list(chain.from_iterable(map(dict.values, filled))),
         )
 
 
@@ -144,27 +124,25 @@ class Replica:
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
-        self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
         self._blueprint = blueprint
         self.modules: list[Any] = list(map(_shallow_copy, blueprint.modules))
         self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
         self._register(blueprint.children, self.modules)
         self._register(blueprint.places, [None] * len(blueprint.tensors))
+        self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
         if blueprint.bound:
             self._bind()
-        for index, module in enumerate(blueprint.modules):
-            if _is_compiled(module):
-                self.modules[index]._initialize()  # binds its forward to the copy
-        self._registered = _of_kinds((*MEMBERS, *HOOKS), self.attributes)
-        self._members = list(filter(None, _of_kinds(MEMBERS, self.attributes)))
-        self._made_with = [*blueprint.attributes, *map(dict.copy, self._members)]
+        for index in blueprint.compiled:
+            self.modules[index]._initialize()  # binds its forward to the copy
+        self._resettable = _with(MEMBERS, self.attributes)
+        self._made_with = list(map(dict, self._resettable))
         """The attributes and members between calls: children, and no tensors."""
+        self._hooks = _with(HOOKS, self.attributes)[len(self.modules) :]
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         # A free-threaded build counts the references of each thread apart.
         can_count = not is_free_threaded_build()
         self._can_recycle = can_count and not any(map(_replicates_itself, self.modules))
         self._arriving: list[dict[str, Any]] = []
-        self._sizes = list(map(len, self.attributes))
         self._fingerprint = self._take_fingerprint()
 
     def _register(self, places: Iterable[_Place], values: Sequence[Any]) -> None:
@@ -186,8 +164,9 @@ class Replica:
         """
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
         copies = weakref.WeakValueDictionary(pairs)
-        for index, kind, key, value in self._blueprint.bound:
-            own = self.attributes[index] if kind is None else self.attributes[index][kind]
+        dictionaries = _with(HOOKS, self.attributes)
+        for index, key, value in self._blueprint.bound:
+            own = dictionaries[index]
             own[key] = strong = _bind(value, copies)
             self._bound.append((own, key, strong, functools.partial(_call_bound, value, copies)))
 
@@ -231,32 +210,23 @@ class Replica:
         """
         if not self._can_recycle or self._fingerprint != self._take_fingerprint():
             return False
-        states = chain(self.attributes, self._members)
-        deque(map(dict.update, states, self._made_with), maxlen=0)  # a loop in C
-        for own, key, strong, _ in self._bound:
-            own[key] = strong
-        if list(map(len, self.attributes)) != self._sizes:  # there are new ones
-            for module, made_with in zip(self.modules, self._made_with, strict=False):
-                own = module.__dict__
-                kept = _OF_ANY_REPLICA | ({"forward"} if _is_compiled(module) else set())
-                for name in own.keys() - made_with.keys() - kept:
-                    del own[name]
+        deque(map(dict.clear, filter(None, self._resettable)), maxlen=0)  # a loop in C
+        deque(map(dict.update, self._resettable, self._made_with), maxlen=0)
         return True
 
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
         """Return the state that a call must not change if the replica is to be used again.
 
         These are the references to modules and their dictionaries, weak ones included, the classes
-        of modules and the names of members and hooks.
+        of modules and their hooks.
         """
         # sys.getrefcount counts local variables, so none may hold a module.
-        registered, bound = self._registered, [strong for _, _, strong, _ in self._bound]
+        bound, hooks = [strong for _, _, strong, _ in self._bound], filter(None, self._hooks)
         return (
-            list(map(sys.getrefcount, chain(self.modules, self.attributes, self._members, bound))),
+            list(map(sys.getrefcount, chain(self.modules, self._resettable, bound))),
             list(map(weakref.getweakrefcount, self.modules)),
             list(map(type, self.modules)),
-            list(map(len, registered)),
-            list(chain.from_iterable(filter(None, registered))),
+            list(map(id, chain.from_iterable(map(dict.values, hooks)))),
         )
 
 
@@ -268,9 +238,10 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
         copy = object.__new__(type(module))  # its own __new__ may need arguments
         copy.__dict__.update(module.__dict__, _is_replica=True)
     own = copy.__dict__
-    for kind in ("_buffers", "_modules", *HOOKS):
+    for kind in HOOKS:
         own[kind] = own[kind].copy()
-    own["_parameters"] = dict(module._parameters)  # a plain one, also in a replica of a replica
+    for kind in MEMBERS:
+        own[kind] = dict(module.__dict__[kind])  # a plain one, also in a replica of a replica
     if type(module).zero_grad is nn.Module.zero_grad:
         own["zero_grad"] = _OF_REPLICAS.zero_grad
     if own["_parameters"]:
@@ -304,9 +275,9 @@ def _call_bound(value: Any, copies: Mapping[Any, Any], *args: Any, **kwargs: Any
     return _bind(value, copies)(*args, **kwargs)
 
 
-def _of_kinds(kinds: Sequence[str], attributes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the dictionaries of some kinds, which ``attributes`` of modules have."""
-    return list(chain.from_iterable(map(operator.itemgetter(*kinds), attributes)))
+def _with(kinds: Sequence[str], attributes: list[dict[str, Any]]) -> list[dict[Any, Any]]:
+    """Return the ``__dict__`` of modules, and then their dictionaries of some kinds."""
+    return [*attributes, *chain.from_iterable(map(operator.itemgetter(*kinds), attributes))]
 
 
 def _replicates_itself(module: nn.Module) -> bool:
@@ -317,11 +288,6 @@ def _replicates_itself(module: nn.Module) -> bool:
     defaults = (nn.Module, nn.RNNBase)
     own = type(module)._replicate_for_data_parallel
     return own not in [kind._replicate_for_data_parallel for kind in defaults]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is the result of ``torch.compile(module)``."""
-    return "_orig_mod" in module._modules
 
 
 def _check_replicable(module: nn.Module) -> None:

@@ -90,7 +90,7 @@ class Replicator:
             check_on_device(blueprint.parameters, *homes)
             check_on_device(blueprint.buffers, homes[0])
         copies, arrivals = self.copies.on(devices, blueprint.parameters)
-        if blueprint.is_compiled or Arrivals.are_traced:
+        if blueprint.compiled or Arrivals.are_traced:
             arrivals.join()
         pairs = zip(devices, _buffers_of_replicas(devices, blueprint.buffers), strict=True)
         tensors = [[*copies[device], *own] for device, own in pairs]
