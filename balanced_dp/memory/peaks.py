@@ -42,7 +42,7 @@ class Peaks:
 
     @property
     def allocated(self) -> tuple[int, ...]:
-        """The peak of the allocated bytes of each device."""
+        """The peak of the allocated bytes of each device, without duplicates."""
         return tuple(self.of(device)[0] for device in self._earlier)
 
     def of(self, device: torch.device) -> tuple[int, int]:

@@ -172,7 +172,7 @@ class StepMeter:
             gpu0_bsz=None if is_even else gpu0_bsz,
             device_weights=device_weights,
             chunk_sizes=policy.split(batch_size),
-            peak_bytes=peaks.allocated,
+            peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),  # one may repeat
             uses=uses,
             seconds=seconds,
             out_of_memory=out_of_memory,
