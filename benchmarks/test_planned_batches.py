@@ -63,7 +63,7 @@ def one_process() -> Pool:
     return multiprocessing.get_context("spawn").Pool(1)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a real GPU's allocator")
 @pytest.mark.parametrize("capacity", ["11GiB", "80GiB"])
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "expandable_segments:False"])
 def test_planned_batches(allocator, capacity, benchmark, tables, monkeypatch):

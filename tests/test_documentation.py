@@ -62,7 +62,7 @@ def test_blocks_print_what_is_shown(code, output, capsys):
         assert printed == output
 
 
-@pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="each rank needs a GPU")
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="each of 4 ranks takes a GPU")
 def test_the_script_of_ranks_runs(tmp_path):
     [(_, script, _)] = OF_RANKS
     path = tmp_path / "train.py"

@@ -148,7 +148,7 @@ class Loop(AutoSplit):
                 raise StepsDone
             self._started = time.perf_counter()
             super().begin()
-            self._peaks = Peaks(self.devices)
+            self._peaks = Peaks(self.devices)  # also once the search is over
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the iteration that ends with the step of the first optimizer."""
