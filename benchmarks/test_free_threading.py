@@ -52,7 +52,7 @@ MODELS = {"100 linear layers": perceptron, "transformer, 48 layers": transformer
 def ours(replicas: list[nn.Module], x: torch.Tensor) -> list[Any]:
     # A repeated device has one thread for all of its replicas, and names differ for this only.
     devices = [torch.device("cpu"), torch.device("cpu", 1)][: len(replicas)]
-    return parallel_apply(replicas, [((x,), {})] * len(replicas), devices)
+    return parallel_apply(replicas, [((x,), {})] * len(replicas), devices, [])
 
 
 def torchs(replicas: list[nn.Module], x: torch.Tensor) -> list[Any]:

@@ -8,7 +8,7 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,33 +57,30 @@ class CheckResult:
         return "\n".join([head, f"{'':{width}}  {'relative':>9}  likely cause", *lines])
 
 
-def compare(
-    module: nn.Module,
-    devices: Sequence[torch.device],
-    call: Callable[[nn.Module], Any],
-    call_split: Callable[[nn.Module], tuple[Any, Sequence[int]]],
-) -> CheckResult:
+def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckResult:
     """Compare outputs and gradients in evaluation mode, on copies of the module.
 
     Args:
-        module: the module, on the first device.
-        devices: the devices that draw random numbers.
-        call: calls a copy on the whole batch.
-        call_split: calls another copy on the chunks, and returns the outputs joined, and their
-            sizes.
+        parallel: a ``BalancedDataParallel``.
+        inputs: the positional arguments of a call.
+        kwargs: its keyword arguments.
     """
     with (
-        _same_random_numbers(devices),
+        parallel.on_one_device() as module,
+        _same_random_numbers(parallel.devices),
         torch.enable_grad(),
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always", BalanceWarning)
         alone = copy.deepcopy(module).eval()
-        whole, again = (_results(alone, call(alone)) for _ in range(2))
+        batches = (parallel.scatter(inputs, kwargs, parallel.devices[:1]) for _ in range(2))
+        whole, again = (_results(alone, alone(*args, **kw)) for [args], [kw] in batches)
         del alone
         copied = copy.deepcopy(module).eval()
-        outputs, sizes = call_split(copied)
-        split = _results(copied, outputs)
+        with contextlib.closing(copy.deepcopy(parallel, {id(module): copied})) as twin:
+            twin.gpu0_bsz = parallel.gpu0_bsz  # a number, so that "auto" does not change
+            twin.gathers_outputs, twin.spread = True, False
+            split = _results(copied, twin(*inputs, **kwargs))
     reasons = [str(one.message) for one in told if one.category is BalanceWarning]
     causes = [reason.partition(": ")[2].partition(". ")[0] for reason in reasons]
     if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules()):
@@ -96,7 +93,7 @@ def compare(
         for is_random in [_relative(again.get(name), value) > 0]
     ]
     found.sort(key=lambda one: -one.relative)
-    return CheckResult(tuple(sizes), len(whole), tuple(found))
+    return CheckResult(twin.chunk_sizes or (), len(whole), tuple(found))
 
 
 def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:

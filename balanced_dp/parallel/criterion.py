@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentTypeError
 from .losses.join import ChunkLosses, OutputHistory
-from .losses.weights import check_loss_weight
+from .losses.weights import check_options
 from .nested import check_paths
 from .per_device import PerDevice
 from .replicate import Replicator
@@ -73,7 +73,7 @@ class BalancedCriterion(nn.Module):
     ) -> None:
         super().__init__()
         self.criterion = as_module(criterion)
-        check_loss_weight(loss_weight)
+        check_options("auto", loss_weight)
         self.loss_weight = loss_weight
         self._function = getattr(self.criterion, "function", self.criterion.forward)
         self.broadcast = check_paths("broadcast", broadcast, self._function)
@@ -93,7 +93,8 @@ class BalancedCriterion(nn.Module):
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
         options = dim, self.broadcast, self.split, history.warned
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
-        losses = ChunkLosses(history, self._function, sizes, dim, self.loss_weight)
+        weight, devices = self.loss_weight, outputs.devices
+        losses = ChunkLosses(history, self._function, devices, sizes, dim, loss_weight=weight)
         with self._replicator.running(self.criterion, replicas):
             return outputs._run(replicas, inputs, losses)
 

@@ -16,11 +16,9 @@ shared_weights.py does this when the block ends.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -33,10 +31,11 @@ from ..split import as_integer
 from ..torch_versions import disable_dynamo
 from .auto import STATE_KEY, split_policy
 from .check import CheckResult, compare
-from .gather import Gather, ScalarOutputs, check_scalar_outputs
+from .gather import Gather
 from .homes import on_one_device, spread_parameters
+from .losses.cross_entropy import running
 from .losses.join import ChunkLosses, OutputHistory
-from .losses.weights import check_loss_weight
+from .losses.weights import ScalarOutputs, check_options
 from .nested import check_paths
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice
@@ -47,17 +46,6 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 DeviceIds = Sequence[int | torch.device]
 """Devices as in nn.DataParallel: an accelerator by its index, any other device as itself."""
-
-
-class _Call(NamedTuple):
-    """The state that the steps of a call share and that nn.DataParallel does not pass to them."""
-
-    model: nn.Module
-    device_ids: DeviceIds
-    losses: ChunkLosses
-
-
-_running: ContextVar[_Call | None] = ContextVar("_running", default=None)
 
 
 class BalancedDataParallel(nn.DataParallel[ModuleT]):
@@ -181,22 +169,19 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(
-                f"module must be an nn.Module, got {type(module).__name__}: "
-                "BalancedDataParallel(gpu0_bsz, module); optimizers are not wrapped"
+                f"module must be an nn.Module, got {type(module).__name__}; give (gpu0_bsz, module)"
             )
         # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
         nn.Module.__init__(self)
-        check_scalar_outputs(scalar_outputs)
-        check_loss_weight(loss_weight, scalar_outputs)
+        check_options(scalar_outputs, loss_weight)
         device_type = default_device_type()
         devices = resolve_devices(device_ids, device_type)
         self._device_type = device_type or ""
         self.device_ids = [self._id_of(device) for device in devices]
         self.src_device_obj = devices[0] if devices else None
-        self.output_device = self.device_ids[0] if devices else None
-        if devices and output_device is not None:
-            where = "cpu" if output_device == -1 else output_device  # torch's name for the CPU
-            self.output_device = self._id_of(resolve_device(where, device_type))
+        where = "cpu" if output_device == -1 else output_device  # torch's name for the CPU
+        given = resolve_device(where, device_type) if devices and where is not None else None
+        self.output_device = self._id_of(given or devices[0]) if devices else None
         self.module = module
         self.dim = as_integer("dim", dim)
         self.gathers_outputs = gather
@@ -227,19 +212,14 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             # A batch without samples, or a call without tensors, runs on the first device.
             active = [i for i, size in enumerate(sizes) if size] or [0]
             ids = [self.device_ids[i] for i in active]
-            active_sizes = None if batch_size is None else [sizes[i] for i in active]
-            losses = self._losses(active_sizes)
-            token = _running.set(_Call(self, ids, losses))
-            try:
-                with advising(self.devices, sizes, self._policy.remedy):
-                    args, keywords = self.scatter(inputs, kwargs, ids)
-                    losses.arguments = list(zip(args, keywords, strict=True))
-                    replicas = self.replicate(self.module, ids)
-                    with self._replicator.running(self.module, replicas), losses.recording():
-                        outputs = self.parallel_apply(replicas, args, keywords)
-                    return self._joined(outputs, ids, losses)
-            finally:
-                _running.reset(token)
+            losses = self._losses(ids, None if batch_size is None else [sizes[i] for i in active])
+            with advising(self.devices, sizes, self._policy.remedy), losses.recording():
+                args, keywords = self.scatter(inputs, kwargs, ids)
+                losses.arguments = list(zip(args, keywords, strict=True))
+                replicas = self.replicate(self.module, ids)
+                with self._replicator.running(self.module, replicas):
+                    outputs = self.parallel_apply(replicas, args, keywords)
+                return self._joined(outputs, losses)
 
     def _inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         options = self.dim, self.broadcast, self.split_inputs, self._history.warned
@@ -253,16 +233,16 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
         batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
-        losses = self._losses(None if batch_size is None else [batch_size])
-        return self._joined([output], devices, losses)
+        losses = self._losses(devices, None if batch_size is None else [batch_size])
+        return self._joined([output], losses)
 
     # The steps of nn.DataParallel, with its signatures, on devices of any type.
 
     @property
-    def _call(self) -> _Call | None:
-        """The call of this model that is running; replicas run in the context of their caller."""
-        call = _running.get()
-        return call if call and call.model is self else None
+    def _call(self) -> ChunkLosses | None:
+        """What the steps of the running call share, and nn.DataParallel does not pass to them."""
+        call: ChunkLosses | None = running.get()
+        return call if call and call.history is self._history else None
 
     def scatter(
         self,
@@ -272,10 +252,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """Return positional and keyword arguments for each device."""
         found = self._inputs(inputs, kwargs or {})
-        batch_size = found.batch_size() if self._call is None and len(device_ids) > 1 else None
-        by_hand = batch_size and self.split(batch_size)
-        sizes = self._call.losses.chunk_sizes if self._call else by_hand
-        arguments = found.scatter(self._devices_of(device_ids), sizes or None)
+        sizes = self._call.chunk_sizes if self._call else None
+        if self._call is None and len(device_ids) > 1 and (batch_size := found.batch_size()):
+            sizes = self.split(batch_size)
+        arguments = found.scatter(self._devices_of(device_ids), sizes)
         return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
     def replicate(self, module: ModuleT, device_ids: DeviceIds) -> list[ModuleT]:
@@ -293,32 +273,29 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         """Return the output of each replica; outside of a call they run on the first devices."""
-        call = self._call
-        devices = self._devices_of(call.device_ids if call else self.device_ids[: len(replicas)])
-        arguments = list(zip(inputs, kwargs, strict=True))
-        sizes = call.losses.chunk_sizes if call else None
-        return parallel_apply(replicas, arguments, devices, sizes, self._idle_workers)
+        call = self._call or self._losses(self.device_ids[: len(replicas)])
+        pairs = list(zip(inputs, kwargs, strict=True))
+        return parallel_apply(replicas, pairs, call.devices, self._idle_workers, call.chunk_sizes)
 
     def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
         """Return the outputs joined on ``output_device``."""
         [device] = self._devices_of([output_device])
-        losses = self._call.losses if self._call else self._losses(None)
-        return Gather(device, losses, self.scalar_outputs).join(outputs)
+        return Gather(device, self._call or self._losses(self.device_ids)).join(outputs)
 
-    def _losses(self, chunk_sizes: Sequence[int] | None) -> ChunkLosses:
-        options = self.dim, self.loss_weight, self.scalar_outputs == "auto"
-        return ChunkLosses(self._history, self.module.forward, chunk_sizes, *options)
+    def _losses(self, device_ids: DeviceIds, sizes: Sequence[int] | None = None) -> ChunkLosses:
+        """Return the record of a call on some devices, with so many samples on each."""
+        options = self.dim, self.scalar_outputs, self.loss_weight
+        devices, function = self._devices_of(device_ids), self.module.forward
+        return ChunkLosses(self._history, function, devices, sizes, *options)
 
-    def _joined(self, outputs: Sequence[Any], device_ids: DeviceIds, losses: ChunkLosses) -> Any:
+    def _joined(self, outputs: Sequence[Any], losses: ChunkLosses) -> Any:
         """Gather the outputs, or leave them on their devices."""
-        output_device = device_ids[0] if self.output_device is None else self.output_device
+        output_device = losses.devices[0] if self.output_device is None else self.output_device
         if self.gathers_outputs:
             joined = self.gather(outputs, output_device)
         else:
-            *devices, device = self._devices_of([*device_ids, output_device])
-            options = self.dim, self.scalar_outputs, self._history, self._idle_workers
-            parts = losses.in_place(outputs, device)
-            joined = PerDevice(parts, devices, losses.chunk_sizes, device, *options)
+            [device] = self._devices_of([output_device])
+            joined = PerDevice(outputs, losses, device, self._idle_workers)
         losses.look_for_mixing(outputs)
         return joined
 
@@ -383,19 +360,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             >>> print(parallel.check(torch.ones(8, 4)))
             3 outputs and gradients, chunks of (1, 7): all equal the whole batch's
         """
-
-        def whole(module: nn.Module) -> Any:
-            [args], [keywords] = self.scatter(inputs, kwargs, self.devices[:1])
-            return module(*args, **keywords)
-
-        def split(module: nn.Module) -> tuple[Any, Sequence[int]]:
-            with closing(copy.deepcopy(self, {id(self.module): module})) as parallel:
-                parallel.gpu0_bsz = self.gpu0_bsz  # a number, so that "auto" does not change
-                parallel.gathers_outputs, parallel.spread = True, False
-                return parallel(*inputs, **kwargs), parallel.chunk_sizes or ()
-
-        with self.on_one_device() as module:
-            return compare(module, self.devices, whole, split)
+        return compare(self, inputs, kwargs)
 
     def close(self) -> None:
         """End the worker threads and drop the replicas. A later call makes new ones."""
@@ -439,8 +404,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         For ``generate``, export and so on: with ``spread``, the module cannot run by itself.
         Afterwards, parameters are at their homes again.
         """
-        if not self.device_ids:
-            return nullcontext(self.module)
         return on_one_device(self.module, self.devices[0])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import MutableMapping, MutableSequence, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, GatherError
+from ..errors import GatherError
 from . import nested
 from .losses.join import ChunkLosses, is_loss
 from .losses.weights import total
 
-ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
-
-
-def check_scalar_outputs(scalar_outputs: str) -> None:
-    """Raise ArgumentError unless ``scalar_outputs`` is one of ``ScalarOutputs``."""
-    kinds = get_args(ScalarOutputs)
-    if scalar_outputs not in kinds:
-        raise ArgumentError(f"scalar_outputs must be one of {kinds}, got {scalar_outputs!r}")
+_REMEDY = (
+    "return a row for each sample, or a mean without dimensions; pad to one length for all chunks, "
+    "as total_length= of pad_packed_sequence does; compare each pair of samples outside, or on its "
+    "device with gather=False; and write squeeze(-1), not squeeze()"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +31,8 @@ class Gather:
       RNNs. If a sample has several rows, or none, the rows are in the order of the devices, with a
       warning.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is restored.
-    - 0-dim tensors become one 0-dim tensor or a vector; integers that differ add up, with a
-      warning, and bools must be equal.
+    - 0-dim tensors become one 0-dim tensor or a vector; integers and bools that differ add up (of
+      bools, to whether any is true), with a warning.
     - A list or tuple that is as long as the chunk on every replica has an entry for each sample;
       lists are concatenated. In chunks of one size, tensors with a batch dimension mean items of
       all samples instead. If both are possible, a warning names the choice.
@@ -45,8 +41,7 @@ class Gather:
 
     Args:
         device: the device of the joined tensors.
-        losses: the chunk sizes, the batch dimension and how 0-dim tensors were computed.
-        scalar_outputs: how 0-dim tensors are joined, as in ``BalancedDataParallel``.
+        losses: the chunk sizes, the batch dimension and how 0-dim tensors are joined.
 
     Raises:
         GatherError: the outputs differ in structure, or in a value that is not a tensor; or a
@@ -55,71 +50,60 @@ class Gather:
 
     device: torch.device
     losses: ChunkLosses
-    scalar_outputs: ScalarOutputs = "auto"
 
     def join(self, outputs: Sequence[Any], path: str = "") -> Any:
         """Return one output for the outputs of the replicas, at least one."""
         first, *others = outputs
         if all(isinstance(output, Tensor) for output in outputs):
             return self._tensors(outputs, path)
-        if any(type(other) is not type(first) for other in others):
-            raise _differ(path, outputs, "different types")
-        is_mutable = isinstance(first, MutableMapping | MutableSequence) and len(first) > 0
-        if is_mutable and others and all(other is first for other in others):
-            fact = f"is one {type(first).__name__} that all replicas share and write"
-            raise _error(path, f"{fact}; return a new one from each forward")
         if nested.is_cache(first):
             reason = f"a {type(first).__name__} belongs to one model, so it is left out"
-            self._warn(path, reason, "Call the model with use_cache=False")
+            self.losses.warn(path, reason, "Call the model with use_cache=False")
             return None
-        children = [nested.checked_items(output, path, GatherError) or [] for output in outputs]
-        if nested.items(first) is None:
+        named = [dict(nested.checked_items(one, path, GatherError) or ()) for one in outputs]
+        if isinstance(first, dict | list) and first and any(other is first for other in others):
+            fact = f"is one {type(first).__name__} that all replicas share and write"
+            raise _error(path, f"{fact}; return a new one from each forward")
+        if self._are_entries(outputs, path):
+            entries = [self.join([one], name) for own in named for name, one in own.items()]
+            return nested.rebuild(first, entries)
+        forms = [(type(one), items.keys()) for one, items in zip(outputs, named, strict=True)]
+        if any(form != forms[0] for form in forms):
+            raise _differ(path, outputs, "different structures")
+        if not named[0]:
             if not all(_equal(first, other) for other in others):
                 raise _differ(path, outputs, "different values")
             return first
-        if isinstance(first, list | tuple) and self._are_entries(outputs, path):
-            entries = [self.join([entry], name) for items in children for name, entry in items]
-            return nested.rebuild(first, entries)
-        named = [dict(items) for items in children]
-        if any(other.keys() != named[0].keys() for other in named):
-            raise _differ(path, [list(items) for items in named], "different items")
         values = [self.join([items[name] for items in named], name) for name in named[0]]
         return nested.rebuild(first, values)
 
     def _are_entries(self, lists: Sequence[Any], path: str) -> bool:
         """Return whether lists have an entry for each sample, rather than items for all of them."""
         sizes = list(self.losses.chunk_sizes or ())
-        if hasattr(lists[0], "_fields") or [len(one) for one in lists] != sizes or len(sizes) < 2:
+        if {*map(type, lists)} - {list, tuple} or [*map(len, lists)] != sizes or len(sizes) < 2:
             return False
         if len(set(sizes)) > 1:
             return True
-        size, dim = sizes[0], self.losses.dim
         columns = zip(*map(nested.tensors, lists), strict=False)
-        lengths = [{n for t in own for n in t.shape[dim:][:1]} for own in columns]
-        if any(lengths):
-            are_items = {size} in lengths
-        else:  # numbers, or other values
-            are_items = bool(lengths) or all(_equal(lists[0], one) for one in lists)
-        may_be_entries = size > 1 or isinstance(lists[0][0], MutableMapping)  # as of detections
-        if are_items and isinstance(lists[0], list) and may_be_entries and lengths:
-            reason = f"it is as long as each chunk, {size}, and is joined item by item"
+        lengths = [{n for t in own for n in t.shape[self.losses.dim :][:1]} for own in columns]
+        are_items = {sizes[0]} in lengths or (bool(lengths) and not any(lengths))
+        may_be_entries = sizes[0] > 1 or isinstance(lists[0][0], dict)  # as of detections
+        if are_items and isinstance(lists[0], list) and may_be_entries:
+            reason = f"it is as long as each chunk, {sizes[0]}, and is joined item by item"
             remedy = "Return a tensor of entries of samples, or a tuple of items of all samples"
-            self._warn(path, reason, remedy)
-        return not are_items
+            self.losses.warn(path, reason, remedy)
+        return not are_items and (bool(lengths) or not all(_equal(lists[0], o) for o in lists))
 
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
         first, dim = tensors[0], self.losses.dim
         sizes = self.losses.chunk_sizes or [0] * len(tensors)
-        if len(tensors) == 1 and (first.dim() or self.scalar_outputs != "stack"):
+        if len(tensors) == 1 and self.losses.scalar_outputs != "stack":
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}
         # A tensor with one entry for several samples counts as a number.
         if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 < max(sizes)):
-            numbers = [tensor.reshape(()) if tensor.dim() else tensor for tensor in tensors]
-            if self.scalar_outputs == "stack":
-                return torch.stack([number.to(self.device) for number in numbers])
-            joined = self._number(numbers, path)
-            return joined.reshape(first.shape) if first.dim() else joined
+            joined = self._number([tensor.reshape(()) for tensor in tensors], path)
+            return joined if joined.dim() else joined.reshape(first.shape)
         rank = max(map(len, shapes))
         dim += rank if dim < 0 else 0
         rows = [  # squeeze() has removed the batch dimension of a chunk of one sample
@@ -131,50 +115,38 @@ class Gather:
         return Concatenate.apply(self.device, axis, *rows)  # type: ignore[no-untyped-call, no-any-return]
 
     def _number(self, numbers: Sequence[Tensor], path: str) -> Tensor:
-        if self.scalar_outputs == "sum":
+        how = self.losses.scalar_outputs
+        if how == "sum":
             return total(numbers, self.device)
-        if all(map(is_loss, numbers)):
+        if how != "stack" and all(map(is_loss, numbers)):
             return self.losses.join(numbers, path, self.device)
         moved = [number.to(self.device) for number in numbers]
+        if how == "stack":
+            return torch.stack(moved)
         if all(bool(number == moved[0]) for number in moved):
             return moved[0]
-        if any(number.dtype is torch.bool for number in moved):
-            raise _differ(path, numbers, "different values")
-        reason = "it is an integer that differs between the replicas, so it is added up"
-        self._warn(
-            path, reason, "If unintended, return rows, with squeeze(-1) instead of squeeze()"
-        )
+        reason = "it is an integer or bool that differs between the replicas, and is added up"
+        remedy = "If unintended, return rows, with squeeze(-1) instead of squeeze()"
+        self.losses.warn(path, reason, remedy)
         return total(moved, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
         """Return the dimension along which tensors are concatenated."""
-        sizes = list(self.losses.chunk_sizes or ())
-        has_one_rank = len(set(map(len, shapes))) == 1
-        lengths = [list(own) for own in zip(*shapes, strict=True)] if has_one_rank else []
+        sizes = tuple(self.losses.chunk_sizes or ())
+        lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
         following = [d for d, own in enumerate(lengths) if _follow(own, sizes)]
-        if differing:
-            axes = [d for d in differing if d in (dim, *following)]
-        else:
-            axes = [dim] if dim in following else [d for d in following if lengths[d] == sizes]
-        if len(axes) == 1 >= len(differing):
-            own = lengths[axes[0]]
-            if sizes and own != sizes and any(own):
-                reason = f"it has {own} rows for chunks of {sizes}, in the order of the devices"
-                remedy = "Return (N, rows, ...) or several outputs, and squeeze(-1), not squeeze()"
-                self._warn(path, reason, remedy)
-            return axes[0]
-        shown = [tuple(shape) for shape in shapes]
-        raise _error(
-            path,
-            f"has shapes {shown} for chunks of {sizes}; its samples are not along one dimension: "
-            "return a row for each sample, or a mean without dimensions; pad to one length for all "
-            "chunks, as total_length= of pad_packed_sequence does; compare each pair of samples "
-            "outside, or on its device with gather=False; and write squeeze(-1), not squeeze()",
-        )
-
-    def _warn(self, path: str, reason: str, remedy: str) -> None:
-        self.losses.history.warn(self.losses.described(path), reason, remedy)
+        exact = [d for d in following if lengths[d] == sizes]
+        axes = differing or ([dim] if dim in following else exact)
+        if len(axes) != 1 or axes[0] not in (dim, *following):
+            fact = f"has shapes {[*map(tuple, shapes)]} for chunks of {sizes}"
+            raise _error(path, f"{fact}; its samples are not along one dimension: {_REMEDY}")
+        own = lengths[axes[0]]
+        if sizes and own != sizes and any(own):
+            reason = f"it has {own} rows for chunks of {sizes}, in the order of the devices"
+            remedy = "Return (N, rows, ...) or several outputs, and squeeze(-1), not squeeze()"
+            self.losses.warn(path, reason, remedy)
+        return axes[0]
 
 
 def _follow(lengths: Sequence[int], chunk_sizes: Sequence[int]) -> bool:
@@ -208,14 +180,11 @@ class Concatenate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: Tensor) -> Tensor:
         """Return the concatenation on ``device`` of tensors that differ along ``dim`` only."""
-        first = tensors[0]
         ctx.dim, ctx.devices = dim, [tensor.device for tensor in tensors]
         ctx.sizes = [tensor.size(dim) for tensor in tensors]
-        shape = [*first.shape[:dim], sum(ctx.sizes), *first.shape[dim + 1 :]]
-        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-        # Keep channels_last, or the next convolution would copy the tensor.
-        layout = sorted(range(first.dim()), key=first.stride, reverse=True)
-        output = torch.empty_permuted(shape, layout, dtype=dtype, device=device)
+        # On "meta", to learn the type and the order of the dimensions: channels may be the last.
+        like = torch.cat([tensor.to("meta") for tensor in tensors], dim)
+        output = torch.empty_like(like, device=device)
         for part, tensor in zip(output.split(ctx.sizes, dim), tensors, strict=True):
             part.copy_(tensor)
         return output
@@ -223,5 +192,4 @@ class Concatenate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the part of the gradient for each tensor, on the tensor's device."""
-        parts = grad.split(ctx.sizes, ctx.dim)
-        return None, None, *(part.to(d) for part, d in zip(parts, ctx.devices, strict=True))
+        return None, None, *map(Tensor.to, grad.split(ctx.sizes, ctx.dim), ctx.devices)

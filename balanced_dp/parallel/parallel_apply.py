@@ -22,10 +22,7 @@ from .nested import Arguments
 PATIENCE_SECONDS = 20.0
 """The time after which the log says that a first call has not ended, if a device repeats."""
 
-_WAITS = (
-    "replicas of one device run one after the other, and one has not ended after %g s: "
-    "if it waits for another one, as synchronized batch norm does, use distinct devices"
-)
+_WAITS = "a replica has not ended after %g s; if it waits for another one, use distinct devices"
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +31,8 @@ def parallel_apply(
     functions: Sequence[Callable[..., Any]],
     arguments: Sequence[Arguments],
     devices: Sequence[torch.device],
+    idle: list[Workers],
     chunk_sizes: Sequence[int] | None = None,
-    idle: list[Workers] | None = None,
 ) -> list[Any]:
     """Call ``functions[i]`` on ``arguments[i]`` with ``devices[i]`` current; return the results.
 
@@ -53,15 +50,13 @@ def parallel_apply(
         functions: one for each call.
         arguments: one for each call.
         devices: one for each call; a device may repeat.
+        idle: threads of earlier calls, to use and to give back.
         chunk_sizes: samples of each call, for the note that is added to an exception.
-        idle: threads of earlier calls, to use and to give back. By default the call starts and ends
-            its own.
 
     Raises:
         BaseException: the exception of the first call that failed, unchanged, after all have ended.
     """
     restored = _state_of_caller(devices)
-    idle = [] if idle is None else idle
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
     try:
@@ -72,10 +67,9 @@ def parallel_apply(
             workers.watch.start()
 
     def where(index: int) -> str:
-        text = f"in replica {index} on {devices[index]}"
-        if chunk_sizes is None:
-            return text
-        return f"{text}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
+        sizes = chunk_sizes or ()
+        samples = f", with {sizes[index]} of the batch's {sum(sizes)} samples" if sizes else ""
+        return f"in replica {index} on {devices[index]}{samples}"
 
     def work(device: torch.device) -> None:
         for index in [i for i, own in enumerate(devices) if own == device]:
@@ -107,17 +101,15 @@ def parallel_apply(
             work(first)
         for _ in others:
             workers.ended.get()
-    finally:
-        workers.watch.cancel()
-    if not is_free_threaded_build():  # there, a thread keeps what it has made until it ends
-        idle.append(workers)
-    try:
+        if not is_free_threaded_build():  # there, a thread keeps what it has made until it ends
+            idle.append(workers)
         if errors:
             index = min(errors)
             add_note(errors[index], where(index))
             raise errors[index]
         return [results[index] for index in range(len(functions))]
     finally:
+        workers.watch.cancel()
         # The traceback of an error holds this frame and that of the replica, so that memory would
         # wait for the garbage collector.
         errors.clear()
@@ -173,24 +165,24 @@ def _state_of_caller(
 
     In it, a thread has the state that torch keeps for the calling thread, such as grad mode.
     """
-    cache = torch.is_autocast_cache_enabled()
     contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
         functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
         functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
     ]
     for kind in {"cpu", *(device.type for device in devices)}:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            options = torch.get_autocast_dtype(kind), True, cache
+            options = torch.get_autocast_dtype(kind), True, torch.is_autocast_cache_enabled()
             contexts.append(functools.partial(torch.autocast, kind, *options))
     streams = {d: torch.get_device_module(d).current_stream(d) for d in devices if has_streams(d)}
 
     @contextlib.contextmanager
     def restored(device: torch.device) -> Iterator[None]:
-        module = torch.get_device_module(device)
         with contextlib.ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context())
-            if hasattr(module, "device"):  # the CPU has no current device
+            if hasattr(
+                module := torch.get_device_module(device), "device"
+            ):  # the CPU has no current device
                 stack.enter_context(module.device(device))
             if device in streams:
                 stack.enter_context(on_stream(streams[device]))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .gather import Gather, ScalarOutputs, check_scalar_outputs
-from .losses.join import ChunkLosses, OutputHistory
+from .gather import Gather
+from .losses.join import ChunkLosses
+from .losses.weights import ScalarOutputs, check_options
 from .parallel_apply import Workers, parallel_apply
 from .scatter import Inputs, Scattered
 
@@ -26,15 +28,15 @@ class PerDevice(Scattered):
 
     Args:
         outputs: the output of each replica, on its device.
+        losses: the 0-dim ones among them, and how the batch was split.
+        output_device: where results are joined.
+        idle_workers: the model's threads, which compute the loss and ``map``.
+
+    Attributes:
         devices: the device of each output.
         chunk_sizes: how many samples each output has; None if the inputs were not split.
         output_device: where results are joined.
         dim: the batch dimension.
-        scalar_outputs: how ``gather`` joins 0-dim outputs.
-        history: the findings of the model's calls about outputs.
-        idle_workers: the model's threads, which compute the loss and ``map``.
-
-    ``devices``, ``chunk_sizes``, ``output_device`` and ``dim`` are also attributes.
 
     Raises:
         ScatterError, GatherError: in methods, arguments cannot be split or results not joined.
@@ -52,22 +54,17 @@ class PerDevice(Scattered):
     def __init__(
         self,
         outputs: Sequence[Any],
-        devices: Sequence[torch.device],
-        chunk_sizes: Sequence[int] | None,
+        losses: ChunkLosses,
         output_device: torch.device,
-        dim: int,
-        scalar_outputs: ScalarOutputs,
-        history: OutputHistory,
         idle_workers: list[Workers],
     ) -> None:
-        self._outputs = tuple(outputs)
-        self.devices = tuple(devices)
-        self.chunk_sizes = None if chunk_sizes is None else tuple(chunk_sizes)
+        self._outputs = tuple(losses.in_place(outputs, output_device))
+        self._losses = replace(losses, arguments=(), counted=())
+        self.devices = tuple(losses.devices)
+        self.chunk_sizes = None if losses.chunk_sizes is None else tuple(losses.chunk_sizes)
         self.output_device = output_device
-        self.dim = dim
+        self.dim = losses.dim
         self._idle_workers = idle_workers
-        self._scalar_outputs: ScalarOutputs = scalar_outputs
-        self._history = history
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -95,8 +92,7 @@ class PerDevice(Scattered):
         Raises:
             GatherError: the outputs differ in structure.
         """
-        losses = ChunkLosses(self._history, self.gather, self.chunk_sizes, self.dim, is_auto=False)
-        return Gather(self.output_device, losses, self._scalar_outputs).join(self._outputs)
+        return Gather(self.output_device, self._losses).join(self._outputs)
 
     def map(
         self,
@@ -124,24 +120,24 @@ class PerDevice(Scattered):
             GatherError: the results differ in structure, or are integers that differ.
             ArgumentError: ``scalar_outputs`` is none of these.
         """
-        check_scalar_outputs(scalar_outputs)
-        history, dim, is_auto = self._history, self.dim, scalar_outputs == "auto"
-        inputs = Inputs(function, (self, *args), kwargs, dim, warned=history.warned)
-        losses = ChunkLosses(history, function, self.chunk_sizes, dim, is_auto=is_auto)
-        return self._run([function] * len(self), inputs, losses, scalar_outputs)
+        check_options(scalar_outputs)
+        losses = replace(
+            self._losses, function=function, scalar_outputs=scalar_outputs, loss_weight=None
+        )
+        inputs = Inputs(function, (self, *args), kwargs, self.dim, warned=losses.history.warned)
+        return self._run([function] * len(self), inputs, losses)
 
     def _run(
         self,
         functions: Sequence[Callable[..., Any]],
         inputs: Inputs,
         losses: ChunkLosses,
-        scalar_outputs: ScalarOutputs = "auto",
     ) -> Any:
         """Call a function for each output, on its device, and join the results."""
         devices, sizes = self.devices, self.chunk_sizes
         arguments = losses.arguments = inputs.scatter(devices, sizes)
         with losses.recording():
-            results = parallel_apply(functions, arguments, devices, sizes, self._idle_workers)
-        joined = Gather(self.output_device, losses, scalar_outputs).join(results)
+            results = parallel_apply(functions, arguments, devices, self._idle_workers, sizes)
+        joined = Gather(self.output_device, losses).join(results)
         losses.look_for_mixing(results)
         return joined

@@ -170,7 +170,7 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
         (
             ArgumentError,
             {"scalar_outputs": "sum", "loss_weight": len},
-            "is for means, but scalar",
+            "not both",
         ),
         (ArgumentError, {"device_weights": [1, 2, 3]}, "one number for each of 2 devices, got 3"),
         (ArgumentTypeError, {"gpu0_bsz": "auto", "device_weights": [1, 2]}, "without device_weig"),

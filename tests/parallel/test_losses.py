@@ -760,7 +760,7 @@ def test_a_row_that_was_squeezed_is_told_from_a_loss(has_gradients):
 def test_whole_numbers_that_differ_add_up_and_are_warned_of():
     model, bare = make(lambda n, x, o, y: (o.mean(), (o.argmax(1) == y).sum(), torch.tensor(3)))
     is_exact, told = step(model, bare, True, {"x": X, "y": Y})
-    assert is_exact and len(told) == 1 and "so it is added up" in told[0]
+    assert is_exact and len(told) == 1 and "and is added up" in told[0]
 
 
 def test_pairs_of_samples_are_an_error_that_says_so():

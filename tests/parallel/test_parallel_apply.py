@@ -33,7 +33,7 @@ parallel_apply_module = importlib.import_module("balanced_dp.parallel.parallel_a
 
 
 def run(calls, devices):
-    return parallel_apply(calls, [((), {})] * len(calls), devices)
+    return parallel_apply(calls, [((), {})] * len(calls), devices, [])
 
 
 @pytest.mark.parametrize(

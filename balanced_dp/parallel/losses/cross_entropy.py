@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,9 @@ class Counted:
         )
 
 
-_of_call: ContextVar[Sequence[list[Counted]]] = ContextVar("of_call", default=())
+running: ContextVar[Any] = ContextVar("running", default=None)
+"""The call that is running, a ``ChunkLosses``. Replicas run in the context of their caller."""
+
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
 _lock = threading.Lock()
 
@@ -81,16 +83,16 @@ _users = weakref.WeakSet[_User]()
 
 
 @contextlib.contextmanager
-def counting(found: Sequence[list[Counted]]) -> Iterator[None]:
-    """Context manager in which the cross entropies of each replica are added to its list."""
-    user, token = _User(), _of_call.set(found)
+def counting(call: Any) -> Iterator[None]:
+    """Context manager in which a call is running, and its cross entropies are counted."""
+    user, token = _User(), running.set(call)
     try:
         with _lock:
             _users.add(user)
             _exchange(_FUNCTIONS, _counting_functions())
         yield
     finally:
-        _of_call.reset(token)
+        running.reset(token)
         with _lock:
             _users.discard(user)
             if not _users:
@@ -105,9 +107,9 @@ def _exchange(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function of a replica; its cross entropies are counted if a call asks for it."""
-    found = _of_call.get()
-    token = _of_replica.set(found[index] if found else None)
+    """Call the function of a replica; its cross entropies are added to the list of the call."""
+    call = running.get()
+    token = _of_replica.set(call.counted[index] if call and call.counted else None)
     try:
         return function(*args, **kwargs)
     finally:

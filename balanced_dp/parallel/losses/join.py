@@ -33,7 +33,7 @@ from .. import nested
 from ..nested import Arguments, described
 from .cross_entropy import Counted, counting
 from .graph import Term, UnclearError, are_equal, how_samples_mix, masks_behind, terms_of
-from .weights import Tensors, ignore_if_empty, total, weight_of_chunk, weighted_mean
+from .weights import ScalarOutputs, Tensors, ignore_if_empty, total, weight_of_chunk, weighted_mean
 
 Weights = Sequence[Any] | None
 """The weight of each replica in a mean, a number or a 0-dim tensor; None for sums, which add up."""
@@ -84,7 +84,7 @@ class OutputHistory:
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
         return OutputHistory, ()  # a copy of the model has its own
 
-    def warn(self, what: str, reason: str, remedy: str = _REMEDY) -> None:
+    def warn(self, what: str, reason: str, remedy: str) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
         if what not in self.warned:
             self.warned.add(what)
@@ -99,32 +99,34 @@ class ChunkLosses:
     """The 0-dim outputs of the replicas in one call.
 
     Attributes:
-        history: the findings of earlier calls.
+        history: the findings of earlier calls of the model.
         function: the function that each replica computes.
+        devices: the device of each replica.
         chunk_sizes: how many samples each replica has; None if the batch was not split.
         dim: the batch dimension.
+        scalar_outputs: how they are joined, as in ``BalancedDataParallel``. With ``"auto"``, the
+            graph is followed to the means and sums of losses.
         loss_weight: the weight of each replica's losses; if None, the graph determines it.
-        is_auto: whether the graph is followed to the means and sums of losses. If not, losses are
-            weighted by chunk size.
         arguments: the arguments of each replica.
     """
 
     history: OutputHistory
     function: Callable[..., Any]
+    devices: Sequence[torch.device]
     chunk_sizes: Sequence[int] | None
     dim: int
+    scalar_outputs: ScalarOutputs = "auto"
     loss_weight: Callable[..., Any] | str | None = None
-    is_auto: bool = True
     arguments: Sequence[Arguments] = ()
     counted: Sequence[list[Counted]] = ()
     _weights: list[Any] = field(default_factory=list)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager in which the replicas run, and cross entropies are counted."""
-        sizes = self.chunk_sizes or ()
-        self.counted = [[] for _ in sizes] if len(sizes) > 1 and self.is_auto else ()
-        with counting(self.counted):
+        """Context manager in which the call is running, and cross entropies are counted."""
+        sizes, is_auto = self.chunk_sizes or (), self.scalar_outputs == "auto"
+        self.counted = [[] for _ in sizes] if len(sizes) > 1 and is_auto else ()
+        with counting(self):
             yield
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
@@ -153,7 +155,7 @@ class ChunkLosses:
             weights, own = self._plan(outputs, name)
             found = [self._counted(position) for position, *_ in own]
         except UnclearError as error:
-            self.history.warn(self.described(name), str(error))
+            self.warn(name, str(error))
             return weighted_mean(outputs, sizes, device)
         parts = []
         for counted, (_, factor, scales) in zip(found, own, strict=True):
@@ -330,7 +332,7 @@ class ChunkLosses:
         if all(one.compares_samples() for one in own):
             reason = "its targets are the rows of the chunk, as if samples were compared"
         if reason:
-            self.history.warn(self.described(name), reason)
+            self.warn(name, reason)
 
     def _given_weights(self, name: str) -> list[Any]:
         """Return the weight of each replica's output by ``loss_weight``, if it gives one."""
@@ -342,16 +344,17 @@ class ChunkLosses:
         weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
         return [] if any(weight is None for weight in weights) else weights
 
-    def described(self, name: str) -> str:
-        """Return the name of an output in messages."""
-        return f"output {name or '(the whole)'} of {described(self.function)}"
+    def warn(self, path: str, reason: str, remedy: str = _REMEDY) -> None:
+        """Warn once that an output may differ from its value for the whole batch."""
+        what = f"output {path or '(the whole)'} of {described(self.function)}"
+        self.history.warn(what, reason, remedy)
 
     def in_place(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
         """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
 
         It is computed on ``device``, and copied to each replica's device.
         """
-        if not self.is_auto or len(outputs) < 2:
+        if self.scalar_outputs != "auto" or len(outputs) < 2:
             return outputs
         losses = [{n: v for n, v in nested.leaves(output) if is_loss(v)} for output in outputs]
         joined = {

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from ...errors import ArgumentError, ArgumentTypeError
 from ...torch_versions import run_at_once
 from ..nested import described, named_arguments, parameters
+
+ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
+"""How 0-dim outputs are joined, as in ``BalancedDataParallel``."""
 
 Tensors = Sequence[Tensor]
 """One for each replica."""
@@ -74,15 +77,18 @@ def _zero_where(is_empty: Tensor, gradients: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
-def check_loss_weight(loss_weight: object, scalar_outputs: str = "auto") -> None:
-    """Check an argument ``loss_weight``.
+def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
+    """Check the arguments ``scalar_outputs`` and ``loss_weight``.
 
     Raises:
-        ArgumentTypeError: it is neither a function nor a name nor None.
-        ArgumentError: ``scalar_outputs`` is not a mean.
+        ArgumentError: ``scalar_outputs`` is none of ``ScalarOutputs``, or both are given.
+        ArgumentTypeError: ``loss_weight`` is neither a function nor a name nor None.
     """
-    if loss_weight is not None and scalar_outputs not in ("auto", "mean"):
-        raise ArgumentError(f"loss_weight is for means, but scalar_outputs is {scalar_outputs!r}")
+    kinds = get_args(ScalarOutputs)
+    if scalar_outputs not in kinds:
+        raise ArgumentError(f"scalar_outputs must be one of {kinds}, got {scalar_outputs!r}")
+    if loss_weight is not None and scalar_outputs != "auto":
+        raise ArgumentError(f"give loss_weight or scalar_outputs={scalar_outputs!r}, not both")
     if loss_weight is not None and not callable(loss_weight) and not isinstance(loss_weight, str):
         raise ArgumentTypeError(
             f"loss_weight must be a function or the name of an argument, got {loss_weight!r}"
