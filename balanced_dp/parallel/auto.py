@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -47,10 +46,8 @@ class SplitPolicy:
         self.device_weights = None if device_weights is None else tuple(device_weights)
         self._is_first = True
         if device_weights is not None and len(device_weights) != len(devices):
-            raise ArgumentError(
-                f"device_weights must be one number for each of {len(devices)} devices, "
-                f"got {len(device_weights)}"
-            )
+            fact = f"device_weights must be {len(devices)} numbers, one for each device"
+            raise ArgumentError(f"{fact}, got {len(device_weights)}")
         SplitPolicy.split(self, 0)  # raises where a number is out of its range
 
     @property
@@ -74,20 +71,14 @@ class SplitPolicy:
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         has_effect = self._number is None or self.device_weights or self._number < even
         if batch_size and self._is_first and not has_effect:
-            warn(
-                f"gpu0_bsz={self._number} has no effect: the even share of this first batch of "
-                f"{batch_size} on {len(self.devices)} devices is {even}, so the split is "
-                f"that of nn.DataParallel, {chunk_sizes}; choose gpu0_bsz below {even}"
-            )
+            fact = f"the split of this first batch of {batch_size} is the even one, {chunk_sizes}"
+            warn(f"gpu0_bsz={self._number} has no effect: {fact}; choose gpu0_bsz below {even}")
         self._is_first &= not batch_size
         return chunk_sizes
 
     def remedy(self, batch_size: int) -> str:
         """Return the remedy for an out-of-memory error."""
-        return (
-            "give the device that ran out fewer samples (gpu0_bsz, or device_weights), or lower "
-            "the batch size"
-        )
+        return "the full device needs fewer samples: gpu0_bsz, device_weights, or a smaller batch"
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return a state for a later run to start with, as numbers and lists, or None."""
@@ -111,7 +102,7 @@ class AutoSplit(SplitPolicy):
 
     Attributes:
         search: the search for the value.
-        batch_size: the largest batch so far, or that of a checkpoint; None before both.
+        batch_size: the largest batch so far, or that of a checkpoint; 0 before both.
         num_iterations: the number of iterations that have ended.
 
     Raises:
@@ -121,17 +112,16 @@ class AutoSplit(SplitPolicy):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         counted = {d for d in devices if hasattr(torch.get_device_module(d), "memory_stats")}
         if len(counted) < len(devices):
-            raise ArgumentError(
-                "gpu0_bsz='auto' needs distinct devices of a type that counts its memory, "
-                f"got {', '.join(map(str, devices))}; give a number, or try it inside "
-                "emulate_devices"
-            )
+            fact = f"needs distinct devices that count their memory, got {[*map(str, devices)]}"
+            remedy = "give a number, or try it inside emulate_devices"
+            raise ArgumentError(f"gpu0_bsz='auto' {fact}; {remedy}")
         super().__init__(None, devices)
         self.search = LoopSearch(capacities_of(devices), is_careful=not is_emulated(devices[0]))
-        self.batch_size: int | None = None
+        self.batch_size = 0
         self.num_iterations = 0
         self._num_ooms = num_ooms(devices)
-        self._parameter_ids: frozenset[int] = frozenset()
+        self._ids: set[int] = set()
+        """The parameters of the model, by their identity."""
         self._peaks: Peaks | None = None
         """The peaks of the iteration that is under way."""
         self._batch = (0, False)
@@ -140,7 +130,7 @@ class AutoSplit(SplitPolicy):
     @property
     def gpu0_bsz(self) -> int | None:
         """The value for the largest batch so far."""
-        return None if self.batch_size is None else self.split(self.batch_size)[0]
+        return self.split(self.batch_size)[0] if self.batch_size else None
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch of the next call."""
@@ -153,10 +143,10 @@ class AutoSplit(SplitPolicy):
         chunk_sizes = self.split(batch_size)
         if batch_size and torch.is_grad_enabled():
             self.begin()
-            self._parameter_ids = frozenset(map(id, module.parameters()))
+            self._ids = set(map(id, module.parameters()))
             adds = any(parameter.grad is not None for parameter in module.parameters())
             self._batch = max(self._batch, (batch_size, adds))
-            self.batch_size = max(batch_size, self.batch_size or 0)
+            self.batch_size = max(batch_size, self.batch_size)
         return chunk_sizes
 
     def begin(self) -> None:
@@ -171,8 +161,9 @@ class AutoSplit(SplitPolicy):
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the iteration that ends with the step of an optimizer, if it is the model's."""
-        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        is_ours = any(id(parameter) in self._parameter_ids for parameter in parameters)
+        is_ours = any(
+            id(p) in self._ids for group in optimizer.param_groups for p in group["params"]
+        )
         if self._peaks is not None and is_ours:
             if self.num_iterations and not self.search.is_over:
                 split = self.search.split(self._batch[0])
@@ -205,7 +196,7 @@ class AutoSplit(SplitPolicy):
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return a state for a later run to start with, as numbers and lists, or None."""
-        return None if self.batch_size is None else self.search.state_dict(self.batch_size)
+        return self.search.state_dict(self.batch_size) if self.batch_size else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start with the state of an earlier run, unless an iteration has ended."""
@@ -223,10 +214,8 @@ def split_policy(
     if gpu0_bsz == "auto" and device_weights is None:
         return AutoSplit(devices) if len(devices) > 1 else SplitPolicy(None, devices)
     if isinstance(gpu0_bsz, str):
-        raise ArgumentTypeError(
-            "gpu0_bsz must be an integer, None or, without device_weights, 'auto', "
-            f"got {gpu0_bsz!r}"
-        )
+        fact = "gpu0_bsz must be an integer, None or, without device_weights, 'auto'"
+        raise ArgumentTypeError(f"{fact}, got {gpu0_bsz!r}")
     return SplitPolicy(gpu0_bsz, devices, device_weights)
 
 
@@ -236,8 +225,7 @@ _watching: weakref.WeakValueDictionary[int, AutoSplit] = weakref.WeakValueDictio
 @functools.cache
 def _register_hook() -> None:
     def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for reference in _watching.valuerefs():
-            if (split := reference()) is not None:
-                split.note_step(optimizer)
+        for split in filter(None, [reference() for reference in _watching.valuerefs()]):
+            split.note_step(optimizer)
 
     register_optimizer_step_post_hook(note_step)

@@ -12,12 +12,11 @@ from torch import Tensor
 from ..errors import GatherError
 from . import nested
 from .losses.join import ChunkLosses, is_loss
-from .losses.weights import total
+from .losses.weights import moved, total
 
 _REMEDY = (
-    "return a row for each sample, or a mean without dimensions; pad to one length for all chunks, "
-    "as total_length= of pad_packed_sequence does; compare each pair of samples outside, or on its "
-    "device with gather=False; and write squeeze(-1), not squeeze()"
+    "return a row for each sample, or a 0-dim mean; pad all chunks to one length (total_length=); "
+    "compare each pair of samples outside, or with gather=False; write squeeze(-1), not squeeze()"
 )
 
 
@@ -95,7 +94,7 @@ class Gather:
         return not are_items and (bool(lengths) or not all(_equal(lists[0], o) for o in lists))
 
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
-        first, dim = tensors[0], self.losses.dim
+        first = tensors[0]
         sizes = self.losses.chunk_sizes or [0] * len(tensors)
         if len(tensors) == 1 and self.losses.scalar_outputs != "stack":
             return first.to(self.device)
@@ -105,30 +104,27 @@ class Gather:
             joined = self._number([tensor.reshape(()) for tensor in tensors], path)
             return joined if joined.dim() else joined.reshape(first.shape)
         rank = max(map(len, shapes))
-        dim += rank if dim < 0 else 0
-        rows = [  # squeeze() has removed the batch dimension of a chunk of one sample
-            tensor.unsqueeze(dim) if size == 1 and dim <= tensor.dim() == rank - 1 else tensor
-            for tensor, size in zip(tensors, sizes, strict=True)
-        ]
+        dim, pairs = self.losses.dim % rank, zip(tensors, sizes, strict=True)
+        # squeeze() has removed the batch dimension of a chunk of one sample.
+        rows = [t.unsqueeze(dim) if (size, t.dim()) == (1, rank - 1) else t for t, size in pairs]
         axis = self._axis([tensor.shape for tensor in rows], dim, path)
         # torch gives its own autograd functions no types.
         return Concatenate.apply(self.device, axis, *rows)  # type: ignore[no-untyped-call, no-any-return]
 
     def _number(self, numbers: Sequence[Tensor], path: str) -> Tensor:
         how = self.losses.scalar_outputs
-        if how == "sum":
-            return total(numbers, self.device)
-        if how != "stack" and all(map(is_loss, numbers)):
+        if how not in ("stack", "sum") and all(map(is_loss, numbers)):
             return self.losses.join(numbers, path, self.device)
-        moved = [number.to(self.device) for number in numbers]
+        numbers = moved(numbers, self.device)
         if how == "stack":
-            return torch.stack(moved)
-        if all(bool(number == moved[0]) for number in moved):
-            return moved[0]
-        reason = "it is an integer or bool that differs between the replicas, and is added up"
-        remedy = "If unintended, return rows, with squeeze(-1) instead of squeeze()"
-        self.losses.warn(path, reason, remedy)
-        return total(moved, self.device)
+            return torch.stack(numbers)
+        if how != "sum":
+            if all(bool(number == numbers[0]) for number in numbers):
+                return numbers[0]
+            reason = "it is an integer or bool that differs between the replicas, and is added up"
+            remedy = "If unintended, return rows, with squeeze(-1) instead of squeeze()"
+            self.losses.warn(path, reason, remedy)
+        return total(numbers, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
         """Return the dimension along which tensors are concatenated."""

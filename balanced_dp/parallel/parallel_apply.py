@@ -180,9 +180,8 @@ def _state_of_caller(
         with contextlib.ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context())
-            if hasattr(
-                module := torch.get_device_module(device), "device"
-            ):  # the CPU has no current device
+            # The CPU has no current device.
+            if hasattr(module := torch.get_device_module(device), "device"):
                 stack.enter_context(module.device(device))
             if device in streams:
                 stack.enter_context(on_stream(streams[device]))
