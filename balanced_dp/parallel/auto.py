@@ -161,9 +161,7 @@ class AutoSplit(SplitPolicy):
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the iteration that ends with the step of an optimizer, if it is the model's."""
-        is_ours = any(
-            id(p) in self._ids for group in optimizer.param_groups for p in group["params"]
-        )
+        is_ours = any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
         if self._peaks is not None and is_ours:
             if self.num_iterations and not self.search.is_over:
                 split = self.search.split(self._batch[0])
