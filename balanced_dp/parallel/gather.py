@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +132,9 @@ class Gather:
         sizes = tuple(self.losses.chunk_sizes or ())
         lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
-        following = [d for d, own in enumerate(lengths) if _follow(own, sizes)]
+        # How many rows a sample has in each dimension; if the batch was not split, none is known.
+        factors = [{n / size for n, size in zip(own, sizes, strict=False)} for own in lengths]
+        following = [d for d, own in enumerate(factors) if len(own) < 2 and sum(own) % 1 == 0]
         exact = [d for d in following if lengths[d] == sizes]
         axes = differing or ([dim] if dim in following else exact)
         if len(axes) != 1 or axes[0] not in (dim, *following):
@@ -143,12 +146,6 @@ class Gather:
             remedy = "Return (N, rows, ...) or several outputs, and squeeze(-1), not squeeze()"
             self.losses.warn(path, reason, remedy)
         return axes[0]
-
-
-def _follow(lengths: Sequence[int], chunk_sizes: Sequence[int]) -> bool:
-    """Return whether lengths are the same multiple of the chunk sizes, if they are known."""
-    factors = {n / size for n, size in zip(lengths, chunk_sizes, strict=False)}
-    return not factors or (len(factors) == 1 and factors.pop().is_integer())
 
 
 def _equal(first: Any, other: Any) -> bool:
@@ -176,11 +173,13 @@ class Concatenate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: Tensor) -> Tensor:
         """Return the concatenation on ``device`` of tensors that differ along ``dim`` only."""
-        ctx.dim, ctx.devices = dim, [tensor.device for tensor in tensors]
+        ctx.dim, ctx.devices, first = dim, [tensor.device for tensor in tensors], tensors[0]
         ctx.sizes = [tensor.size(dim) for tensor in tensors]
-        # On "meta", to learn the type and the order of the dimensions: channels may be the last.
-        like = torch.cat([tensor.to("meta") for tensor in tensors], dim)
-        output = torch.empty_like(like, device=device)
+        shape = [*first.shape[:dim], sum(ctx.sizes), *first.shape[dim + 1 :]]
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        # Keep channels_last, or the next convolution would copy the tensor.
+        layout = sorted(range(first.dim()), key=first.stride, reverse=True)
+        output = torch.empty_permuted(shape, layout, dtype=dtype, device=device)
         for part, tensor in zip(output.split(ctx.sizes, dim), tensors, strict=True):
             part.copy_(tensor)
         return output
