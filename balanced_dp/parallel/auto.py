@@ -48,7 +48,8 @@ class SplitPolicy:
         if device_weights is not None and len(device_weights) != len(devices):
             fact = f"device_weights must be {len(devices)} numbers, one for each device"
             raise ArgumentError(f"{fact}, got {len(device_weights)}")
-        SplitPolicy.split(self, 0)  # raises where a number is out of its range
+        # It raises where a number is out of its range. An AutoSplit has no search yet.
+        SplitPolicy.split(self, 0)
 
     @property
     def gpu0_bsz(self) -> int | None:
@@ -177,11 +178,12 @@ class AutoSplit(SplitPolicy):
         Args:
             has_failed: whether memory is known to have run out.
         """
-        if self._peaks is None and not has_failed:
+        is_training = self._peaks is not None and torch.is_grad_enabled()
+        if not is_training and not has_failed:
             return False
         before, self._num_ooms = self._num_ooms, num_ooms(self.devices)
-        is_training = torch.is_grad_enabled() and (has_failed or self._num_ooms != before)
-        if self._peaks is None or not self._batch[0] or not is_training:
+        has_failed |= self._num_ooms != before
+        if not is_training or not has_failed or not self._batch[0]:
             return False
         self._peaks = None
         return self.search.ran_out(self._batch[0], which_ran_out(self.devices, before))
@@ -190,7 +192,7 @@ class AutoSplit(SplitPolicy):
         """Change the split, and return the remedy for an out-of-memory error."""
         if self._note_failure(has_failed=True):
             return f"gpu0_bsz='auto' is now {self.split(batch_size)[0]}: repeat the step"
-        return "gpu0_bsz='auto' has no better split; lower the batch size"
+        return "gpu0_bsz='auto' keeps its split; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return a state for a later run to start with, as numbers and lists, or None."""

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import BalanceWarning
 from . import nested
+from .scatter import Inputs
 
 
 class Difference(NamedTuple):
@@ -73,8 +74,10 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     ):
         warnings.simplefilter("always", BalanceWarning)
         alone = copy.deepcopy(module).eval()
-        batches = (parallel.scatter(inputs, kwargs, parallel.devices[:1]) for _ in range(2))
-        whole, again = (_results(alone, alone(*args, **kw)) for [args], [kw] in batches)
+        options = parallel.dim, parallel.broadcast, parallel.split_inputs
+        given = Inputs(module.forward, inputs, kwargs, *options)
+        batches = (given.scatter(parallel.devices[:1], None) for _ in range(2))
+        whole, again = (_results(alone, alone(*args, **kw)) for [(args, kw)] in batches)
         del alone
         copied = copy.deepcopy(module).eval()
         with contextlib.closing(copy.deepcopy(parallel, {id(module): copied})) as twin:

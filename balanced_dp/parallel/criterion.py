@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentTypeError
-from .losses.join import ChunkLosses, OutputHistory
+from .losses.join import Call, OutputHistory
 from .losses.weights import check_options
 from .nested import check_paths
 from .per_device import PerDevice
@@ -94,9 +94,9 @@ class BalancedCriterion(nn.Module):
         options = dim, self.broadcast, self.split, history.warned
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
         weight, devices = self.loss_weight, outputs.devices
-        losses = ChunkLosses(history, self._function, devices, sizes, dim, loss_weight=weight)
+        call = Call(history, self._function, devices, sizes, dim, loss_weight=weight)
         with self._replicator.running(self.criterion, replicas):
-            return outputs._run(replicas, inputs, losses)
+            return outputs._run(replicas, inputs, call)
 
 
 def as_module(criterion: Any) -> nn.Module:

@@ -5,13 +5,15 @@ A call goes through the files of this folder::
     auto.py          split            batch size -> chunk sizes
     scatter.py       scatter          inputs -> the arguments for each device
     replicate.py     replicate        module -> a replica on each device
-                     parallel_apply   replicas -> outputs, in a thread for each device
+                     parallel_apply   replicas -> outputs, each device in a thread of its own
     gather.py        gather           outputs -> one, its losses joined by losses/
     per_device.py                     instead of gather, with ``gather=False``
 
-copies.py copies parameters to the other devices. In backward, its ``Broadcast.backward`` copies
-gradients to the device of the parameter, where autograd adds them up. With ``shared_weights()``,
-shared_weights.py does this when the block ends.
+Autograd goes the same way back. ``Concatenate.backward`` in gather.py sends each device its part of
+the gradient. copies.py has copied the parameters to the other devices; its ``Broadcast.backward``
+copies their gradients to the device of the parameter, where autograd adds them up. Inside
+``shared_weights()`` it keeps a sum on each device, which shared_weights.py adds to ``.grad`` when
+the block ends.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from .auto import STATE_KEY, split_policy
 from .check import CheckResult, compare
 from .gather import Gather
 from .homes import on_one_device, spread_parameters
-from .losses.cross_entropy import running
-from .losses.join import ChunkLosses, OutputHistory
+from .losses.cross_entropy import current_call
+from .losses.join import Call, OutputHistory
 from .losses.weights import ScalarOutputs, check_options
 from .nested import check_paths
 from .parallel_apply import Workers, parallel_apply
@@ -69,11 +71,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - A list of outputs with an entry for each sample comes back as one list.
 
     Args:
-        gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
-            None means no limit: the split is even, or follows ``device_weights``. ``"auto"`` starts
-            with the even split, reads the peaks after each optimizer step, tries at most six splits
-            and keeps the best. If memory runs out, catch ``torch.OutOfMemoryError`` and repeat the
-            step. State dicts contain the result.
+        gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing
+            but calls without samples. None means no limit: the split is even, or follows
+            ``device_weights``. ``"auto"`` starts with the even split, reads the peaks after each
+            optimizer step, tries at most six splits and keeps the best. If memory runs out, catch
+            ``torch.OutOfMemoryError`` and repeat the step. State dicts contain the result.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread`` or a single device, the constructor moves them.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
@@ -91,8 +93,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value of the whole batch,
             if they are linear in means and sums over samples; anything else is averaged as with
             ``"mean"``, with a warning. ``"mean"``: to their mean, weighted by chunk size.
-            ``"sum"``: to their sum. ``"stack"``: to a vector, as ``nn.DataParallel`` does. Integers
-            that differ add up, with a warning.
+            ``"sum"``: to their sum. ``"stack"``: to a vector, as ``nn.DataParallel`` does. Integer
+            and bool tensors that differ add up, with a warning.
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
             means that torch does not compute, such as those of a custom kernel. Its parameters
             name the arguments of ``forward`` that it gets: ``lambda mask: mask.sum()``. A weight is
@@ -212,14 +214,17 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             # A batch without samples, or a call without tensors, runs on the first device.
             active = [i for i, size in enumerate(sizes) if size] or [0]
             ids = [self.device_ids[i] for i in active]
-            losses = self._losses(ids, None if batch_size is None else [sizes[i] for i in active])
-            with advising(self.devices, sizes, self._policy.remedy), losses.recording():
+            call = self._new_call(ids, None if batch_size is None else [sizes[i] for i in active])
+            # In the call, the steps find it as ``self._current_call``.
+            with advising(self.devices, sizes, self._policy.remedy), call.running():
                 args, keywords = self.scatter(inputs, kwargs, ids)
-                losses.arguments = list(zip(args, keywords, strict=True))
+                call.arguments = list(zip(args, keywords, strict=True))
                 replicas = self.replicate(self.module, ids)
                 with self._replicator.running(self.module, replicas):
                     outputs = self.parallel_apply(replicas, args, keywords)
-                return self._joined(outputs, losses)
+                joined = self._joined(outputs, call)
+                call.look_for_mixing(outputs)
+                return joined
 
     def _inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         options = self.dim, self.broadcast, self.split_inputs, self._history.warned
@@ -232,16 +237,17 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
+        # One output is joined without a batch size; a PerDevice shows it.
         batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
-        losses = self._losses(devices, None if batch_size is None else [batch_size])
-        return self._joined([output], losses)
+        call = self._new_call(devices, None if batch_size is None else [batch_size])
+        return self._joined([output], call)
 
     # The steps of nn.DataParallel, with its signatures, on devices of any type.
 
     @property
-    def _call(self) -> ChunkLosses | None:
-        """What the steps of the running call share, and nn.DataParallel does not pass to them."""
-        call: ChunkLosses | None = running.get()
+    def _current_call(self) -> Call | None:
+        """The running call of this model, if any: what the steps' signatures leave out."""
+        call: Call | None = current_call.get()
         return call if call and call.history is self._history else None
 
     def scatter(
@@ -252,8 +258,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """Return positional and keyword arguments for each device."""
         found = self._inputs(inputs, kwargs or {})
-        sizes = self._call.chunk_sizes if self._call else None
-        if self._call is None and len(device_ids) > 1 and (batch_size := found.batch_size()):
+        sizes = call.chunk_sizes if (call := self._current_call) else None
+        if call is None and len(device_ids) > 1 and (batch_size := found.batch_size()):
             sizes = self.split(batch_size)
         arguments = found.scatter(self._devices_of(device_ids), sizes)
         return [args for args, _ in arguments], [keywords for _, keywords in arguments]
@@ -273,31 +279,28 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         """Return the output of each replica; outside of a call they run on the first devices."""
-        call = self._call or self._losses(self.device_ids[: len(replicas)])
+        call = self._current_call or self._new_call(self.device_ids[: len(replicas)])
         pairs = list(zip(inputs, kwargs, strict=True))
         return parallel_apply(replicas, pairs, call.devices, self._idle_workers, call.chunk_sizes)
 
     def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
         """Return the outputs joined on ``output_device``."""
         [device] = self._devices_of([output_device])
-        return Gather(device, self._call or self._losses(self.device_ids)).join(outputs)
+        return Gather(device, self._current_call or self._new_call(self.device_ids)).join(outputs)
 
-    def _losses(self, device_ids: DeviceIds, sizes: Sequence[int] | None = None) -> ChunkLosses:
-        """Return the record of a call on some devices, with so many samples on each."""
+    def _new_call(self, device_ids: DeviceIds, sizes: Sequence[int] | None = None) -> Call:
+        """Return a call on some devices, with so many samples on each if the batch is split."""
         options = self.dim, self.scalar_outputs, self.loss_weight
         devices, function = self._devices_of(device_ids), self.module.forward
-        return ChunkLosses(self._history, function, devices, sizes, *options)
+        return Call(self._history, function, devices, sizes, *options)
 
-    def _joined(self, outputs: Sequence[Any], losses: ChunkLosses) -> Any:
+    def _joined(self, outputs: Sequence[Any], call: Call) -> Any:
         """Gather the outputs, or leave them on their devices."""
-        output_device = losses.devices[0] if self.output_device is None else self.output_device
+        output_device = call.devices[0] if self.output_device is None else self.output_device
         if self.gathers_outputs:
-            joined = self.gather(outputs, output_device)
-        else:
-            [device] = self._devices_of([output_device])
-            joined = PerDevice(outputs, losses, device, self._idle_workers)
-        losses.look_for_mixing(outputs)
-        return joined
+            return self.gather(outputs, output_device)
+        [device] = self._devices_of([output_device])
+        return PerDevice(outputs, call, device, self._idle_workers)
 
     @property
     def devices(self) -> list[torch.device]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import GatherError
 from . import nested
-from .losses.join import ChunkLosses, is_loss
+from .losses.join import Call, is_loss
 from .losses.weights import moved, total
 
 _REMEDY = (
@@ -25,23 +25,23 @@ _REMEDY = (
 class Gather:
     """Join the outputs of the replicas into one. Differentiable.
 
-    - Tensors are concatenated along the batch dimension if its size is the same whole multiple of
-      the chunk size on every replica, or if the shapes differ in it alone. Otherwise they are
-      concatenated along the only other dimension that follows the chunk sizes, as in states of
-      RNNs. If a sample has several rows, or none, the rows are in the order of the devices, with a
-      warning.
+    - Tensors are concatenated along the batch dimension if the shapes differ in it alone, or if its
+      size is the same multiple of the chunk size everywhere. Otherwise they are concatenated along
+      the only dimension that follows the chunk sizes, as in states of RNNs. If a sample has several
+      rows, or none, the rows are in the order of the devices, with a warning.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is restored.
-    - 0-dim tensors become one 0-dim tensor or a vector; integers and bools that differ add up (of
+    - 0-dim tensors, and those with one entry for several samples, are joined to one value, or
+      stacked to a vector; integers and bools that differ add up (of
       bools, to whether any is true), with a warning.
     - A list or tuple that is as long as the chunk on every replica has an entry for each sample;
-      lists are concatenated. In chunks of one size, tensors with a batch dimension mean items of
-      all samples instead. If both are possible, a warning names the choice.
+      lists are concatenated. In chunks of one size this is ambiguous: if it holds a tensor with a
+      batch dimension, or only 0-dim ones, it is joined item by item, lists with a warning.
     - Other containers are joined item by item. A key-value cache of transformers becomes None.
       Anything else must be equal on every replica and is returned as it is.
 
     Args:
         device: the device of the joined tensors.
-        losses: the chunk sizes, the batch dimension and how 0-dim tensors are joined.
+        call: the chunk sizes, the batch dimension and how 0-dim tensors are joined.
 
     Raises:
         GatherError: the outputs differ in structure, or in a value that is not a tensor; or a
@@ -49,7 +49,7 @@ class Gather:
     """
 
     device: torch.device
-    losses: ChunkLosses
+    call: Call
 
     def join(self, outputs: Sequence[Any], path: str = "") -> Any:
         """Return one output for the outputs of the replicas, at least one."""
@@ -58,7 +58,7 @@ class Gather:
             return self._tensors(outputs, path)
         if nested.is_cache(first):
             reason = f"a {type(first).__name__} belongs to one model, so it is left out"
-            self.losses.warn(path, reason, "Call the model with use_cache=False")
+            self.call.warn(path, reason, "Call the model with use_cache=False")
             return None
         named = [dict(nested.checked_items(one, path, GatherError) or ()) for one in outputs]
         if isinstance(first, dict | list) and first and any(other is first for other in others):
@@ -79,25 +79,27 @@ class Gather:
 
     def _are_entries(self, lists: Sequence[Any], path: str) -> bool:
         """Return whether lists have an entry for each sample, rather than items for all of them."""
-        sizes = list(self.losses.chunk_sizes or ())
+        sizes = list(self.call.chunk_sizes or ())
         if {*map(type, lists)} - {list, tuple} or [*map(len, lists)] != sizes or len(sizes) < 2:
             return False
         if len(set(sizes)) > 1:
             return True
         columns = zip(*map(nested.tensors, lists), strict=False)
-        lengths = [{n for t in own for n in t.shape[self.losses.dim :][:1]} for own in columns]
+        lengths = [{n for t in own for n in t.shape[self.call.dim :][:1]} for own in columns]
         are_items = {sizes[0]} in lengths or (bool(lengths) and not any(lengths))
-        may_be_entries = sizes[0] > 1 or isinstance(lists[0][0], dict)  # as of detections
+        # A list of one item is one output, but a list of one dictionary may be one detection.
+        may_be_entries = sizes[0] > 1 or isinstance(lists[0][0], dict)
         if are_items and isinstance(lists[0], list) and may_be_entries:
             reason = f"it is as long as each chunk, {sizes[0]}, and is joined item by item"
             remedy = "Return a tensor of entries of samples, or a tuple of items of all samples"
-            self.losses.warn(path, reason, remedy)
+            self.call.warn(path, reason, remedy)
         return not are_items and (bool(lengths) or not all(_equal(lists[0], o) for o in lists))
 
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
-        first = tensors[0]
-        sizes = self.losses.chunk_sizes or [0] * len(tensors)
-        if len(tensors) == 1 and self.losses.scalar_outputs != "stack":
+        first, how = tensors[0], self.call.scalar_outputs
+        sizes = self.call.chunk_sizes or [0] * len(tensors)
+        # The output of the only replica, or an entry of one sample.
+        if len(tensors) == 1 and (first.dim() or how != "stack" or len(sizes) > 1):
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}
         # A tensor with one entry for several samples counts as a number.
@@ -105,7 +107,7 @@ class Gather:
             joined = self._number([tensor.reshape(()) for tensor in tensors], path)
             return joined if joined.dim() else joined.reshape(first.shape)
         rank = max(map(len, shapes))
-        dim, pairs = self.losses.dim % rank, zip(tensors, sizes, strict=True)
+        dim, pairs = self.call.dim % rank, zip(tensors, sizes, strict=True)
         # squeeze() has removed the batch dimension of a chunk of one sample.
         rows = [t.unsqueeze(dim) if (size, t.dim()) == (1, rank - 1) else t for t, size in pairs]
         axis = self._axis([tensor.shape for tensor in rows], dim, path)
@@ -113,9 +115,9 @@ class Gather:
         return Concatenate.apply(self.device, axis, *rows)  # type: ignore[no-untyped-call, no-any-return]
 
     def _number(self, numbers: Sequence[Tensor], path: str) -> Tensor:
-        how = self.losses.scalar_outputs
+        how = self.call.scalar_outputs
         if how not in ("stack", "sum") and all(map(is_loss, numbers)):
-            return self.losses.join(numbers, path, self.device)
+            return self.call.join(numbers, path, self.device)
         numbers = moved(numbers, self.device)
         if how == "stack":
             return torch.stack(numbers)
@@ -123,19 +125,20 @@ class Gather:
             if all(bool(number == numbers[0]) for number in numbers):
                 return numbers[0]
             reason = "it is an integer or bool that differs between the replicas, and is added up"
-            remedy = "If unintended, return rows, with squeeze(-1) instead of squeeze()"
-            self.losses.warn(path, reason, remedy)
+            remedy = "Return rows, as equal ones are not added up; use squeeze(-1), not squeeze()"
+            self.call.warn(path, reason, remedy)
         return total(numbers, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
         """Return the dimension along which tensors are concatenated."""
-        sizes = tuple(self.losses.chunk_sizes or ())
+        sizes = tuple(self.call.chunk_sizes or ())
         lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
-        # How many rows a sample has in each dimension; if the batch was not split, none is known.
+        # The rows of a sample along each dimension; nothing is known if the batch was not split.
         factors = [{n / size for n, size in zip(own, sizes, strict=False)} for own in lengths]
         following = [d for d, own in enumerate(factors) if len(own) < 2 and sum(own) % 1 == 0]
         exact = [d for d in following if lengths[d] == sizes]
+        # The one that differs, or else ``dim`` if it follows, or else the one that follows exactly.
         axes = differing or ([dim] if dim in following else exact)
         if len(axes) != 1 or axes[0] not in (dim, *following):
             fact = f"has shapes {[*map(tuple, shapes)]} for chunks of {sizes}"
@@ -144,15 +147,15 @@ class Gather:
         if sizes and own != sizes and any(own):
             reason = f"it has {own} rows for chunks of {sizes}, in the order of the devices"
             remedy = "Return (N, rows, ...) or several outputs, and squeeze(-1), not squeeze()"
-            self.losses.warn(path, reason, remedy)
+            self.call.warn(path, reason, remedy)
         return axes[0]
 
 
 def _equal(first: Any, other: Any) -> bool:
     try:
         # A NaN is not equal to itself, yet it is the same value on each replica.
-        same = (first == other) | ((first != first) & (other != other))
-        return first is other or bool(same.all() if hasattr(same, "all") else same)
+        same: Any = first is other or (first == other) | ((first != first) & (other != other))
+        return bool(same.all() if hasattr(same, "all") else same)
     except Exception:  # those of arrays and of unset fields are of many kinds
         return False
 

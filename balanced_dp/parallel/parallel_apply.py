@@ -44,7 +44,7 @@ def parallel_apply(
 
     The first exception of a replica is logged at once, because another replica may wait for it
     forever. Calls on the same device that wait for each other never end; in a first call, this is
-    logged, too. Ctrl-C abandons the other replicas.
+    logged, too. Ctrl-C ends the wait for other replicas, and abandons them.
 
     Args:
         functions: one for each call.
@@ -54,7 +54,8 @@ def parallel_apply(
         chunk_sizes: samples of each call, for the note that is added to an exception.
 
     Raises:
-        BaseException: the exception of the first call that failed, unchanged, after all have ended.
+        BaseException: the exception of the failed call with the lowest index, after all have ended,
+            with a note that names the call.
     """
     restored = _state_of_caller(devices)
     results: dict[int, Any] = {}
@@ -65,6 +66,15 @@ def parallel_apply(
         workers = Workers()
         if len(set(devices)) < len(devices):
             workers.watch.start()
+
+    others = list(dict.fromkeys(devices))
+    # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
+    # first. Sequence numbers are counted by thread. If each forward pass has a thread of its own,
+    # with as many calls behind it, backward passes take turns, as if side by side on accelerators.
+    has_own_threads = is_emulated(devices[0]) and len(others) > 1
+    first = None if has_own_threads else others.pop(0)
+    if has_own_threads and workers._threads and workers._threads.keys() != set(others):
+        workers = Workers()
 
     def where(index: int) -> str:
         sizes = chunk_sizes or ()
@@ -84,15 +94,6 @@ def parallel_apply(
                 errors[index] = error
                 return
 
-    others = list(dict.fromkeys(devices))
-    # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
-    # first, and each thread counts by itself. If all forward passes run in such threads, the
-    # numbers are alike, and backward passes take turns, as if side by side on accelerators.
-    are_alike = is_emulated(devices[0]) and len(others) > 1
-    first = None if are_alike else others.pop(0)
-    # If some have not taken part in a call, they are behind, so all are started anew.
-    if are_alike and workers._threads and workers._threads.keys() != set(others):
-        workers = Workers()
     try:
         # Each in a context of its own: it cannot be entered twice at a time.
         for device in others:
@@ -101,7 +102,8 @@ def parallel_apply(
             work(first)
         for _ in others:
             workers.ended.get()
-        if not is_free_threaded_build():  # there, a thread keeps what it has made until it ends
+        # In a free-threaded build, a thread keeps what it has made until it ends.
+        if not is_free_threaded_build():
             idle.append(workers)
         if errors:
             index = min(errors)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .gather import Gather
-from .losses.join import ChunkLosses
+from .losses.join import Call
 from .losses.weights import ScalarOutputs, check_options
 from .parallel_apply import Workers, parallel_apply
 from .scatter import Inputs, Scattered
@@ -23,12 +23,12 @@ _REMEDY = (
 class PerDevice(Scattered):
     """The result of a call with ``gather=False``: one output for each device that had samples.
 
-    It is a sequence of the outputs. Losses among them are those of the whole batch, the same on
-    each device, unless ``scalar_outputs`` is given.
+    It is a sequence of the outputs. Unless ``scalar_outputs`` is given, a loss among them is that
+    of the whole batch on each device, so call ``backward`` on one of them only.
 
     Args:
         outputs: the output of each replica, on its device.
-        losses: the 0-dim ones among them, and how the batch was split.
+        call: the 0-dim ones among them, and how the batch was split.
         output_device: where results are joined.
         idle_workers: the model's threads, which compute the loss and ``map``.
 
@@ -54,16 +54,16 @@ class PerDevice(Scattered):
     def __init__(
         self,
         outputs: Sequence[Any],
-        losses: ChunkLosses,
+        call: Call,
         output_device: torch.device,
         idle_workers: list[Workers],
     ) -> None:
-        self._outputs = tuple(losses.in_place(outputs, output_device))
-        self._losses = replace(losses, arguments=(), counted=())
-        self.devices = tuple(losses.devices)
-        self.chunk_sizes = None if losses.chunk_sizes is None else tuple(losses.chunk_sizes)
+        self._outputs = tuple(call.in_place(outputs, output_device))
+        self._call = replace(call, arguments=(), counted=())  # whose tensors are not kept alive
+        self.devices = tuple(call.devices)
+        self.chunk_sizes = None if call.chunk_sizes is None else tuple(call.chunk_sizes)
         self.output_device = output_device
-        self.dim = losses.dim
+        self.dim = call.dim
         self._idle_workers = idle_workers
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class PerDevice(Scattered):
         Raises:
             GatherError: the outputs differ in structure.
         """
-        return Gather(self.output_device, self._losses).join(self._outputs)
+        return Gather(self.output_device, self._call).join(self._outputs)
 
     def map(
         self,
@@ -117,27 +117,27 @@ class PerDevice(Scattered):
 
         Raises:
             ScatterError: an argument cannot be split as the batch was.
-            GatherError: the results differ in structure, or are integers that differ.
+            GatherError: the results differ in structure, or in a value that is not a tensor.
             ArgumentError: ``scalar_outputs`` is none of these.
         """
         check_options(scalar_outputs)
-        losses = replace(
-            self._losses, function=function, scalar_outputs=scalar_outputs, loss_weight=None
+        call = replace(
+            self._call, function=function, scalar_outputs=scalar_outputs, loss_weight=None
         )
-        inputs = Inputs(function, (self, *args), kwargs, self.dim, warned=losses.history.warned)
-        return self._run([function] * len(self), inputs, losses)
+        inputs = Inputs(function, (self, *args), kwargs, self.dim, warned=call.history.warned)
+        return self._run([function] * len(self), inputs, call)
 
     def _run(
         self,
         functions: Sequence[Callable[..., Any]],
         inputs: Inputs,
-        losses: ChunkLosses,
+        call: Call,
     ) -> Any:
         """Call a function for each output, on its device, and join the results."""
         devices, sizes = self.devices, self.chunk_sizes
-        arguments = losses.arguments = inputs.scatter(devices, sizes)
-        with losses.recording():
+        arguments = call.arguments = inputs.scatter(devices, sizes)
+        with call.running():
             results = parallel_apply(functions, arguments, devices, self._idle_workers, sizes)
-        joined = Gather(self.output_device, losses).join(results)
-        losses.look_for_mixing(results)
+        joined = Gather(self.output_device, call).join(results)
+        call.look_for_mixing(results)
         return joined

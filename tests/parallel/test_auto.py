@@ -203,6 +203,8 @@ def test_running_out_in_backward():
     with looping(workload, 3, symbolic=False, memory=["24MiB", "64MiB", "64MiB"]) as loop:
         with pytest.raises(torch.OutOfMemoryError):
             loop.step(3000)
+        with torch.no_grad():  # where it forgot the failure
+            assert loop.model.gpu0_bsz == 1000
         assert loop.model.split(3000)[0] == loop.model.gpu0_bsz < 1000  # it has moved by now
         assert loop.follow(3000)[1] == 0
         assert loop.search.is_over

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from balanced_dp import BalancedDataParallel, BalanceWarning, GatherError
 from balanced_dp.parallel.gather import Gather
-from balanced_dp.parallel.losses.join import ChunkLosses, OutputHistory
+from balanced_dp.parallel.losses.join import Call, OutputHistory
 
 from ..modules import Lambda
 
@@ -24,8 +24,8 @@ SHARED = {"hits": torch.zeros(())}
 
 
 def gather(outputs, device=CPU, dim=0, scalar_outputs="auto", chunk_sizes=None):
-    losses = ChunkLosses(OutputHistory(), gather, [CPU], chunk_sizes, dim, scalar_outputs)
-    return Gather(device, losses).join(outputs)
+    call = Call(OutputHistory(), gather, [CPU], chunk_sizes, dim, scalar_outputs)
+    return Gather(device, call).join(outputs)
 
 
 def split(forward, gpu0_bsz=1, num_devices=4, **options):
@@ -96,6 +96,20 @@ def test_scalars(scalar_outputs, chunk_sizes, numbers, expected):
 def test_the_dimension_of_the_samples(shapes, sizes, dim, expected):
     parts = [torch.zeros(shape) for shape in shapes]
     assert gather(parts, dim=dim, chunk_sizes=sizes).shape == expected
+
+
+def test_a_single_tensor_stays_as_it_is():
+    """Stacked, a list of numbers became one of vectors, and an empty batch divided by zero."""
+    model = split(lambda _, x: (list(x), x, x.sum()), scalar_outputs="stack")
+    entries, rows, number = model(torch.arange(5.0))
+    assert (entries, rows.tolist(), number.tolist()) == (
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4],
+        [0, 3, 3, 4],
+    )
+    for batch_size in (1, 0):
+        entries, rows, number = model(torch.ones(batch_size))
+        assert (len(entries), rows.shape, number.shape) == (batch_size, (batch_size,), (1,))
 
 
 # Any rank, any place of the batch, any number of rows, any split.

@@ -68,8 +68,8 @@ class Counted:
         )
 
 
-running: ContextVar[Any] = ContextVar("running", default=None)
-"""The call that is running, a ``ChunkLosses``. Replicas run in the context of their caller."""
+current_call: ContextVar[Any] = ContextVar("current_call", default=None)
+"""The running ``Call``, also in the threads of its replicas; None outside of calls."""
 
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
 _lock = threading.Lock()
@@ -85,14 +85,14 @@ _users = weakref.WeakSet[_User]()
 @contextlib.contextmanager
 def counting(call: Any) -> Iterator[None]:
     """Context manager in which a call is running, and its cross entropies are counted."""
-    user, token = _User(), running.set(call)
+    user, token = _User(), current_call.set(call)
     try:
         with _lock:
             _users.add(user)
             _exchange(_FUNCTIONS, _counting_functions())
         yield
     finally:
-        running.reset(token)
+        current_call.reset(token)
         with _lock:
             _users.discard(user)
             if not _users:
@@ -108,7 +108,7 @@ def _exchange(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the function of a replica; its cross entropies are added to the list of the call."""
-    call = running.get()
+    call = current_call.get()
     token = _of_replica.set(call.counted[index] if call and call.counted else None)
     try:
         return function(*args, **kwargs)

@@ -95,8 +95,8 @@ class OutputHistory:
 
 
 @dataclass(slots=True, eq=False)
-class ChunkLosses:
-    """The 0-dim outputs of the replicas in one call.
+class Call:
+    """One call of a function on all devices: its split, and how its 0-dim outputs are joined.
 
     Attributes:
         history: the findings of earlier calls of the model.
@@ -122,7 +122,7 @@ class ChunkLosses:
     _weights: list[Any] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Context manager in which the call is running, and cross entropies are counted."""
         sizes, is_auto = self.chunk_sizes or (), self.scalar_outputs == "auto"
         self.counted = [[] for _ in sizes] if len(sizes) > 1 and is_auto else ()
