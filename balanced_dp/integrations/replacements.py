@@ -83,9 +83,7 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if _STEPS & set(vars(cls)):
-            cls.__bases__ = tuple(
-                _TORCHS if base is DataParallel else base for base in cls.__bases__
-            )
+            cls.__bases__ = tuple(_TORCHS if b is DataParallel else b for b in cls.__bases__)
 
 
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:

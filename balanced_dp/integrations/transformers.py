@@ -21,10 +21,7 @@ try:
     from transformers.training_args import ParallelMode
     from transformers.utils.generic import ModelOutput
 except ImportError as error:
-    raise ImportError(
-        f"balanced_dp.integrations.transformers needs {error.name}, which is part of the extra "
-        "'hf': pip install '.[hf]' in a clone"
-    ) from error
+    raise ImportError(f"{__name__} needs {error.name}: pip install '.[hf]' in a clone") from error
 
 from ..devices import Device, default_device_type, resolve_devices
 from ..emulation.machine import has_machine
@@ -123,10 +120,7 @@ class BalancedTrainer(Trainer):
             if device_ids is not None or self.args.n_gpu > 1 or has_machine():
                 self._use(resolve_devices(device_ids, default_device_type()))
         elif device_ids is not None:
-            raise ArgumentError(
-                "leave device_ids out in a distributed launch and with a model that is spread over "
-                "devices (device_map)"
-            )
+            raise ArgumentError("leave device_ids out in a distributed launch or with a device_map")
 
     def _use(self, devices: list[torch.device]) -> None:
         """Show ``Trainer`` one device and the whole batch, so that it corrects no loss."""

@@ -256,7 +256,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         kwargs: dict[str, Any] | None,
         device_ids: DeviceIds,
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Return positional and keyword arguments for each device."""
+        """Return positional and keyword arguments for each device; outside of a call, of all."""
         found = self._inputs(inputs, kwargs or {})
         sizes = call.chunk_sizes if (call := self._current_call) else None
         if call is None and len(device_ids) > 1 and (batch_size := found.batch_size()):
