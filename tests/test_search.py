@@ -77,13 +77,6 @@ def test_a_careful_search_never_runs_out(law, budgets, batch_size):
         has_run |= max(full) <= 1
 
 
-def test_no_chunk_is_smaller_than_allowed():
-    law = Law(((10_000, 10, 10),), ((100, 10),))
-    search = Search(400, [50_000] * 4, smallest=2)
-    asked = {split[0] for split in ask(search, law.peaks)}
-    assert {0, 2} <= asked and 1 not in asked
-
-
 # In a training loop.
 
 LAW = Law(((300, 30, 5),), ((250, 30),))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,6 @@ from rich.console import Console
 from balanced_dp import ArgumentError
 from balanced_dp.cli import commands
 from balanced_dp.cli import console as consoles
-from balanced_dp.memory import DeviceMemory
 from balanced_dp.split import split_batch
 from balanced_dp.units import byte_scale
 
@@ -66,23 +64,6 @@ def test_the_answer_fits_80_columns(first, others, num_devices):
     scale, _ = byte_scale(max(peaks))
     found = dict.fromkeys(f"{peak / scale:.2f}" for peak in report.best.peak_bytes)
     assert dict.fromkeys(cells(lines, "peak")).keys() == found.keys()
-
-
-def test_what_each_gpu_holds():
-    uuid = "GPU-8c1a4a3e-27c6-4a7a-8f3e-2f1d8ab9c3{:02}".format
-    known = {"name": "NVIDIA RTX 6000 Ada Generation", "total_bytes": 48 * GIB}
-    memories = [
-        DeviceMemory(device=f"cuda:{i}", nvml_index=i, uuid=uuid(i), used_bytes=GIB, **known)
-        for i in range(8)
-    ]
-    memories[7] = replace(memories[7], error="a lost GPU")
-    with shown() as lines:
-        consoles.print_parts(consoles.open_console(), consoles.memory_of_gpus(memories))
-    assert max(map(len, lines)) <= 80
-    for memory in memories:
-        assert cells(lines, memory.label) == ["48.00 GiB", "1.00 GiB", "?"]
-        assert sum(memory.uuid in line for line in lines) == 1
-    assert lines[-2].strip() == "a lost GPU"
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -19,14 +19,14 @@ def losses(output: str) -> list[float]:
 
 
 @functools.cache
-def losses_on_cpu(script: str) -> list[float]:
-    done = python(script, cwd=SCRIPTS, environ={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+def losses_on_cpu(*command: str) -> list[float]:
+    done = python(*command, cwd=SCRIPTS, environ={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     return losses(done.stdout)
 
 
 SLOW = pytest.mark.slow
-OFTEN, RARELY = ("xl.py",), ("gpt.py", "xl.py --own", "ema.py", "hf.py", "hf.py --own")
+OFTEN, RARELY = ("xl.py",), ("gpt.py", "gpt.py --ema 80", "hf.py", "hf.py --own")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_losses_are_those_of_one_device(script, gpu0_bsz, tmp_path):
     done = python(*command, str(SCRIPTS / script), *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 4 emulated GPUs" in done.stderr
-    expected = losses_on_cpu(script)
+    expected = losses_on_cpu(script, *arguments)
     assert len(expected) >= 10
     assert losses(done.stdout) == pytest.approx(expected, abs=1e-4, rel=0)

@@ -17,6 +17,7 @@ from balanced_dp.distributed.to_ddp import _device_of_this_rank
 
 from ..modules import assert_same_gradients
 from ..processes import run_ranks
+from ..versions import since_torch
 from . import worker
 
 TOLERANCE = 1e-10
@@ -119,37 +120,16 @@ def test_converting_keeps_what_there_is(alone):
     assert balanced(torch.randn(8, 6)).shape == (8, 3)  # the old wrapper still runs
 
 
-class OneRank(dist.ProcessGroup):
-    """A backend for the stand-in, whose tensors gloo does not know."""
-
-    def allreduce(self, tensors, options=None):
-        future = torch.futures.Future()
-        future.set_result(tensors)
-        return torch._C._distributed_c10d._create_work_from_future(future)
-
-    broadcast = allreduce
-
-    def allgather(self, outputs, inputs, options=None):
-        torch._foreach_copy_(outputs[0], inputs)
-        return self.allreduce(outputs)
-
-    def getBackendName(self):
-        return "one_rank"
-
-
-def test_a_spread_model_on_one_device(alone, stand_in):
-    """DDP's buckets use the streams of a device of CUDA's kind."""
-    dist.Backend.register_backend("one_rank", lambda *_: OneRank(0, 1), devices=["stand_in"])
-    group = dist.new_group(backend="cpu:gloo,stand_in:one_rank")
-    reference = worker.tagger()
-    net = copy.deepcopy(reference).to(stand_in.devices[0])
-    balanced = BalancedDataParallel(None, net, stand_in.devices, spread=True)
+@since_torch("2.6")  # earlier ones have no backend for emulated devices
+def test_a_spread_model_on_one_device(alone, emulate):
+    devices, reference = emulate(4, as_cuda=True), worker.tagger()
+    net = copy.deepcopy(reference).to(devices[0])
+    balanced = BalancedDataParallel(None, net, devices, spread=True)
     assert len(set(balanced.homes().values())) > 1
-    ddp = convert(balanced, stand_in.devices[1], process_group=group)
+    ddp = convert(balanced, devices[1])
     assert not net._forward_pre_hooks
     x, y = worker.token_labels(9)
     for model in (ddp, reference):  # the inputs of ddp are moved
         output = model(x)
-        loss, count = worker.tokens(output, y.to(output.device))
-        scale_loss(loss, count, group=group).backward()
+        scale_loss(*worker.tokens(output, y.to(output.device))).backward()
     assert_same_gradients(net, reference)

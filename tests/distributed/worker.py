@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -209,16 +208,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def a_rank_that_does_not_answer(group: Group) -> float:
-    dist.barrier()
-    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
-    scale_loss(torch.tensor(1.0), 1, group=group)
-    if dist.get_rank() != 2:
-        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-            scale_loss(torch.tensor(1.0), 1, group=group)
-    return 0.0
-
-
 def defaults_from_the_process_group(group: Group) -> float:
     sizes = split_ranks(9, rank0_bsz=1)
     assert len(sizes) == dist.get_world_size()
@@ -262,7 +251,6 @@ CASES: dict[str, Callable[[Group], float]] = {
     },
     **{name: partial(difference_from_one_process, *parts) for name, parts in MORE.items()},
     "defaults": defaults_from_the_process_group,
-    "no answer": a_rank_that_does_not_answer,
 }
 ON_TWO = {"rows, ddp", "tokens, ddp, accumulated"}
 """Cases that run on a group of two ranks, too."""

@@ -150,12 +150,9 @@ def test_nested_tensors(devices):
 def test_memory(devices):
     torch.ones(1000, device="cuda:1")
     peaks = Peaks([CUDA1])
-    assert torch.cuda.max_memory_allocated(1) == 4096
-    assert torch.cuda.memory_stats(1)["allocated_bytes.all.allocated"] == 4096
     assert "Allocated memory      |      0 B   |   4096 B" in torch.cuda.memory_summary(1)
     torch.ones(100, device="cuda:1")
     torch.cuda.reset_peak_memory_stats(1)
-    assert torch.cuda.max_memory_allocated(1) == 0
     assert peaks.of(CUDA1)[0] == 512  # scripts do not disturb what is measured
 
 

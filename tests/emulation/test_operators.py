@@ -18,11 +18,6 @@ from balanced_dp.emulation.symbolic import is_known
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
-def _with_default_device(device: torch.device) -> Tensor:
-    with torch.device(device):
-        return torch.ones(2)
-
-
 def _written(x: Tensor, mask: Tensor) -> Tensor:
     x[mask] = torch.zeros(2, 3, device=x.device)
     x[mask, 0] = 1.0
@@ -49,7 +44,6 @@ FACTORIES: dict[str, Callable[[Any], Any]] = {
         memory_format=torch.channels_last
     ),
     "new_tensor": lambda d: torch.ones(1, device=d).new_tensor([1.0, 2.0]),
-    "default device": _with_default_device,
 }
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = (
     {

@@ -96,28 +96,30 @@ def test_a_subclass_with_steps_of_its_own(loop):
             self.gpu0_bsz = gpu0_bsz
             super().__init__(*args, **kwargs)
 
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            replicas = self.replicate(self.module, self.device_ids)
+            outputs = self.parallel_apply(replicas, self.device_ids, inputs, kwargs)
+            return self.gather(outputs, self.output_device)
+
         def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
             sizes = [self.gpu0_bsz, *[3] * (len(device_ids) - 1)]
             chunks = torch.nn.parallel._functions.Scatter.apply(device_ids, sizes, 0, inputs[0])
             return [(chunk,) for chunk in chunks], [{}] * len(chunks)
 
+        def parallel_apply(self, replicas: Any, device_ids: Any, inputs: Any, kwargs: Any) -> Any:
+            return nn.parallel.parallel_apply(replicas, inputs, kwargs, device_ids)
+
     model = Balanced(1, nn.Linear(4, 2).cuda())
     assert isinstance(model, nn.DataParallel) and isinstance(model, TORCHS)
     assert not isinstance(model, BalancedDataParallel)
+    assert torch.equal(model(INPUTS), model.module(INPUTS.cuda()))
     with loop.recording():
         optimizer = torch.optim.SGD(model.parameters())
         for _ in range(2):
             model(INPUTS).sum().backward()
             optimizer.step()
     assert min(loop.last.peak_bytes) > 0
-
-
-def test_the_functional_form(loop):
-    layer = nn.Linear(4, 2).cuda()
-    for function in (nn.parallel.data_parallel, FILE.data_parallel):
-        assert torch.equal(function(layer, INPUTS), layer(INPUTS.cuda()))
-        output = function(layer, None, [0, 1], 1, module_kwargs={"input": INPUTS})
-        assert output.device == torch.device("cuda:1")
 
 
 def test_each_call_that_wraps_is_noted_once():
@@ -136,7 +138,8 @@ def test_everything_is_as_before_afterwards(emulated):
     before = TORCHS, nn.parallel.data_parallel, list(sys.meta_path)
     loop = Loop(1, emulated)
     with pytest.raises(KeyError), replaced_data_parallel(loop):
-        assert nn.DataParallel is not TORCHS
+        assert TORCHS is not nn.DataParallel
+        assert before[1] is not FILE.data_parallel is nn.parallel.data_parallel
         raise KeyError
     assert (nn.DataParallel, nn.parallel.data_parallel, list(sys.meta_path)) == before
     assert all(way() is TORCHS for way in WAYS.values())

@@ -23,7 +23,6 @@ from balanced_dp.integrations.replacements import replaced_data_parallel
 
 from .. import modules
 from ..modules import Case, Lambda, tensors
-from ..versions import has_torch
 from .test_replacements import AfterTheEvenSplit
 
 CUDA0, CUDA1 = torch.device("cuda:0"), torch.device("cuda:1")
@@ -50,7 +49,7 @@ def both_forms(module: nn.Module, ids: Any, options: Any = None) -> list[Callabl
     options, function = options or {}, nn.parallel.data_parallel
     return [
         lambda *args, **named: nn.DataParallel(module, ids, **options)(*args, **named),
-        lambda *args, **named: function(module, args, ids, module_kwargs=named, **options),
+        lambda *args, **named: function(module, args or None, ids, module_kwargs=named, **options),
     ]
 
 
@@ -70,11 +69,9 @@ def channels_last() -> nn.Module:
 
 
 IDS = [(0, 1), (CUDA0, CUDA1), ["cuda:0", "cuda:1"], range(2)]
-LISTS_AND_COMPLEX = "ParameterList, ParameterDict, complex and unused"
 CASES: dict[str, Case] = {
     **{name: modules.CASES[name] for name in ("mlp", "lstm", "tied weights", "sparse embedding")},
     **{name: modules.CASES[name] for name in ("several inputs", "keyword-only", "dict outputs")},
-    LISTS_AND_COMPLEX: modules.CASES[LISTS_AND_COMPLEX],
     "float16": Case(modules.linear, tensors((4,))),
     "autocast": Case(modules.linear, tensors((4,))),
     "no inputs": Case(
@@ -99,8 +96,6 @@ CASES: dict[str, Case] = {
 def test_outputs_and_gradients_are_the_modules(
     kind: str, name: str, ids: Any, options: dict[str, Any]
 ) -> None:
-    if name == LISTS_AND_COMPLEX and kind == "torch" and not has_torch("2.13"):
-        pytest.skip("before 2.13, torch expects pairs of reals from CUDA's broadcast of complex")
     first, where = device_of((ids or [0])[0]), options.get("output_device")
     dtype = {"float16": torch.float16, "autocast": torch.float32}.get(name, DOUBLE)
     tolerance = 1e-6 if dtype == DOUBLE else 2e-2

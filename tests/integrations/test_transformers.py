@@ -239,9 +239,8 @@ def test_logits_gather_only_if_they_are_needed(gathered, tmp_path):
     ("logging", "steps"), [({"logging_strategy": "epoch"}, [2, 4]), ({}, [1, 2, 3, 4])]
 )
 def test_the_memory_callback_logs_peaks(logging, steps, tmp_path):
-    options = {"arguments": logging, "dtype": torch.float}
     with emulate_devices(4):
-        trainer = make_trainer(tmp_path, device_ids=None, **options)
+        trainer = make_trainer(tmp_path, device_ids=None, arguments=logging)
         trainer.add_callback(MemoryCallback(trainer))
         trainer.train()
         assert trainer.args.device == torch.device("lazy", 0)
@@ -249,11 +248,7 @@ def test_the_memory_callback_logs_peaks(logging, steps, tmp_path):
         assert [record["step"] for record in records] == steps
         assert all(value > 0 for value in records[0].values())  # of the first step, too
         assert {f"memory/lazy:{i}/peak_MiB" for i in range(4)} <= records[-1].keys()
-        losses = history(trainer, "loss")
         del trainer
-    one = alone(tmp_path, **options)
-    one.train()
-    torch.testing.assert_close(losses, history(one, "loss"), rtol=1e-5, atol=1e-5)
 
 
 def test_replicas_run_in_bfloat16(tmp_path):

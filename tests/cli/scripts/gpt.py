@@ -1,4 +1,4 @@
-"""Train a small GPT on random text, with mixed precision and accumulated gradients."""
+"""Train a small GPT on random text: mixed precision, accumulated gradients, averaged weights."""
 
 import argparse
 import math
@@ -9,7 +9,7 @@ from torch import nn
 
 defaults = {"n-layer": 2, "n-head": 2, "n-embd": 32, "block-size": 32, "vocab": 64, "batch": 16}
 parser = argparse.ArgumentParser()
-for name, value in {**defaults, "iters": 10, "accumulate": 2}.items():
+for name, value in {**defaults, "iters": 10, "accumulate": 2, "ema": 0}.items():
     parser.add_argument(f"--{name}", type=int, default=value)
 parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
 args = parser.parse_args()
@@ -64,6 +64,8 @@ if torch.cuda.device_count() > 1:
 raw_model = model.module if isinstance(model, nn.DataParallel) else model
 optimizer = torch.optim.AdamW(raw_model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
 scaler = torch.amp.GradScaler(device_type, enabled=args.dtype == "float16")
+moving = {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(args.ema / 100)}
+ema = torch.optim.swa_utils.AveragedModel(model, **moving) if args.ema else None
 for it in range(args.iters):
     ratio = max(0, it - warmup_iters) / max(1, args.iters - warmup_iters)
     cosine = min_lr + 0.5 * (1 + math.cos(math.pi * ratio)) * (learning_rate - min_lr)
@@ -80,3 +82,7 @@ for it in range(args.iters):
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     print(f"iter {it}: loss {loss.item() * args.accumulate:.7f}")
+    if ema:
+        ema.update_parameters(model)
+        with torch.no_grad():
+            print(f"average's loss {ema(x, y)[1].mean().item():.7f}")

@@ -22,21 +22,12 @@ shape = {"vocab_size": 100, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_he
 config = GPT2Config(**shape, **no_dropout, bos_token_id=0, eos_token_id=0)
 
 
-class Sentences(torch.utils.data.Dataset):
-    """Sequences of different lengths, padded at the end."""
-
-    def __init__(self, n):
-        self.lengths = torch.randint(8, 33, (n,)).tolist()
-        self.tokens = torch.randint(1, 100, (n, 32))
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        mask = (torch.arange(32) < self.lengths[index]).long()
-        tokens = self.tokens[index] * mask
-        labels = tokens.masked_fill(mask == 0, -100)
-        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+def sentence():
+    """Return a sequence of some length, padded at the end."""
+    mask = (torch.arange(32) < torch.randint(8, 33, ())).long()
+    tokens = torch.randint(1, 100, (32,)) * mask
+    labels = tokens.masked_fill(mask == 0, -100)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
 class PrintLoss(TrainerCallback):
@@ -72,6 +63,6 @@ with tempfile.TemporaryDirectory() as folder:
         disable_tqdm=True,
         seed=0,
     )
-    data = Sentences(args.batch * args.max_steps)
+    data = [sentence() for _ in range(args.batch * args.max_steps)]
     model = GPT2LMHeadModel(config)
     Trainer(model, arguments, train_dataset=data, callbacks=[PrintLoss()]).train()
