@@ -145,10 +145,8 @@ def private_names() -> set[str]:
     """The private names in the package that it does not define itself."""
     trees = [ast.parse(path.read_text("utf-8")) for path in ROOT.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name)}
-    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    own |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
+    named = [node for node in nodes if not isinstance(node, ast.alias)]
+    own = {getattr(node, field, None) for node in named for field in ("name", "id", "arg")}
     used = set()
     for node in nodes:
         if isinstance(node, ast.Attribute):

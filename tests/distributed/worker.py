@@ -27,10 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from balanced_dp import BalancedDataParallel
 from balanced_dp.distributed import (
     BalancedBatchSampler,
-    convert,
     count_all_ranks,
     scale_loss,
     split_ranks,
@@ -218,11 +216,6 @@ def defaults_from_the_process_group(group: Group) -> float:
     return 0.0
 
 
-def converted(net: nn.Module, group: Group) -> nn.Module:
-    balanced = BalancedDataParallel(1, net, device_ids=["cpu"] * 4)
-    return convert(balanced, process_group=group)
-
-
 LOSSES = {
     "rows": (regression, numbers, rows),
     "tokens": (tagger, token_labels, tokens),
@@ -238,7 +231,6 @@ MORE = {
         *(partial(replicated, find_unused_parameters=True), False),
     ),
     "sparse": (partial(tagger, sparse=True), token_labels, masked_mean, replicated, False),
-    "converted": (regression, numbers, rows, converted, False),
 }
 if importlib.util.find_spec("accelerate"):
     MORE["accelerate"] = (*LOSSES["tokens"], accelerated, True)

@@ -59,13 +59,9 @@ def test_a_model_larger_than_memory(symbolic_devices):
     layers = [nn.Linear(size, size, device="lazy:1") for _ in range(num_layers)]
     module = nn.Sequential(*layers, nn.GELU(), nn.Dropout(0.1))
     optimizer = torch.optim.AdamW(module.parameters())
-    weight_bytes = num_layers * (4 * size * size + -(-4 * size // 512) * 512)
-    assert weight_bytes > 50 * 2**30
     module(torch.randn(4096, size, device="lazy:1")).pow(2).mean().backward()
     optimizer.step()
-    now = symbolic_devices.memory_breakdown(1).now
-    assert (now["parameter"], now["gradient"]) == (weight_bytes, weight_bytes)
-    assert now["optimizer state"] == 2 * weight_bytes
+    assert torch.lazy.memory_allocated(1) > 4 * num_layers * 4 * size**2 > 200 * 2**30
     growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert growth * (1 if sys.platform == "darwin" else 1024) < 2**30
 

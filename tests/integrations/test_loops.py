@@ -73,19 +73,11 @@ def test_loops_have_the_curve_of_one_device(loop, gpu0_bsz):
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        *((name, None) for name in ("gpt2", "bert masked", "bert answers", "t5")),
-        *((name, count) for name in ("gpt2", "t5") for count in (int, torch.as_tensor)),
-    ],
-)
-def test_models_in_a_plain_loop_with_padding(name, count, gpu0_bsz, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt2", "bert masked", "bert answers", "t5"])
+def test_models_in_a_plain_loop_with_padding(name, gpu0_bsz, monkeypatch):
     """Steps with and without gradients, in which all labels of some chunks are ignored."""
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # their losses would be in float32
     bare, batch = FAMILIES[name].make_model().double(), batch_of(name, range(13))
-    if count is not None:
-        batch["num_items_in_batch"] = count(batch["labels"].ne(-100).sum())
     if "bert" not in name:
         batch["use_cache"] = False
     model = BalancedDataParallel(gpu0_bsz, copy.deepcopy(bare), ["cpu"] * 4)

@@ -42,30 +42,23 @@ def samples(family: str, count: int, start: int = 0) -> list[dict[str, Any]]:
     return [FAMILIES[family].sample(index) for index in range(start, start + count)]
 
 
-def make_trainer(
-    folder: Any,
-    trainer_class: type[Trainer] = BalancedTrainer,
-    *,
-    family: str = "gpt2",
-    batch_size: int = 4,
-    dtype: torch.dtype = torch.double,
-    model: Any = None,
-    data: Any = None,
-    arguments: Any = None,
-    **options: Any,
-) -> Any:
+def make_trainer(folder, trainer_class=BalancedTrainer, family="gpt2", batch_size=4, **options):
     """Make a Trainer with batches of 16; the last one of an epoch has 5."""
     torch.manual_seed(0)
     sizes = {f"per_device_{name}_batch_size": batch_size for name in ("train", "eval")}
+    arguments = {**ARGUMENTS, **sizes, **options.pop("arguments", {})}
     if issubclass(trainer_class, BalancedTrainer):
         options = {"gpu0_bsz": 1, "device_ids": FOUR, **options}
-    return trainer_class(
-        model=FAMILIES[family].make_model().to(dtype) if model is None else model,
-        args=TrainingArguments(str(folder), **{**ARGUMENTS, **sizes, **(arguments or {})}),
-        train_dataset=data or samples(family, 21),
-        eval_dataset=samples(family, 19, start=100),
+    if "model" not in options:
+        dtype = options.pop("dtype", torch.double)
+        options["model"] = FAMILIES[family].make_model().to(dtype)
+    options = {
+        "args": TrainingArguments(str(folder), **arguments),
+        "train_dataset": samples(family, 21),
+        "eval_dataset": samples(family, 19, start=100),
         **options,
-    )
+    }
+    return trainer_class(**options)
 
 
 def alone(folder: Any, **options: Any) -> Any:
@@ -141,7 +134,7 @@ def test_chunks_without_a_label_that_counts(steps, tmp_path):
     first = samples("gpt2", 16)
     assert not first[0]["labels"].ne(-100).any() and first[1]["labels"].ne(-100).any()
     arguments = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": steps}
-    options = {"arguments": arguments, "data": [*first, *([first[0]] * 16)]}
+    options = {"arguments": arguments, "train_dataset": [*first, *([first[0]] * 16)]}
     assert_same_training(alone(tmp_path, **options), make_trainer(tmp_path, **options))
 
 
@@ -197,7 +190,7 @@ def test_labels_and_losses_of_ones_own(loss, options, gathered, tmp_path):
     for make, given in ((alone, {}), (make_trainer, options)):
         torch.manual_seed(0)
         given = {"model": Scorer(loss), "arguments": {"label_names": ["target"]}, **given}
-        trainers.append(make(tmp_path, data=data, **given))
+        trainers.append(make(tmp_path, train_dataset=data, **given))
     assert_same_training(*trainers, tolerance=1e-5)
     assert gathered == [1] * 4  # the loss of a tuple
 
@@ -287,7 +280,7 @@ def test_a_resumed_run_starts_with_what_auto_found(tmp_path):
     layers = nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 1)  # activations fill the first device
     options = {
         "model": Scorer(nn.MSELoss(), *layers),
-        "data": [{"x": torch.ones(64), "target": torch.ones(1)}] * 300,
+        "train_dataset": [{"x": torch.ones(64), "target": torch.ones(1)}] * 300,
         "batch_size": 100,
         "gpu0_bsz": "auto",
         "device_ids": None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from balanced_dp import Option, Report
@@ -26,13 +26,8 @@ def option(chunk_sizes: Sequence[int], peak_bytes: Sequence[int], **others: Any)
     return Option(**{**values, **others})
 
 
-def options(
-    peaks: Callable[[Sequence[int]], Sequence[int]],
-    batch_size: int,
-    num_devices: int,
-    **others: Any,
-) -> list[Option]:
-    """Return the options of all values of a batch."""
+def options(peaks: Any, batch_size: int, num_devices: int, **others: Any) -> list[Option]:
+    """Return the options of all values of a batch; ``peaks`` returns those of a split."""
     even = even_share(batch_size, num_devices)
     splits = [split_batch(batch_size, num_devices, value) for value in range(even + 1)]
     return [option(split, peaks(split), **others) for split in splits]

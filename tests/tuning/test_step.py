@@ -32,8 +32,6 @@ def test_the_second_step_has_optimizer_state():
     assert gc.isenabled()
     assert first.peak_bytes[0] <= measured.peak_bytes[0]
     assert measured.uses[0]["optimizer state"] > 0
-    for uses, peak in zip(measured.uses, measured.peak_bytes, strict=True):
-        assert sum(uses.values()) == peak
 
 
 def test_memory_that_runs_out_is_an_answer():
