@@ -80,6 +80,13 @@ GIVEN: dict[str, Any] = {
 }
 """What losses are given, by the names of their parameters."""
 
+WHOLE = dict.fromkeys(["ignored", "ignored_chunk"], Y) | {
+    "tokens": TOKENS.clamp(0),
+    **dict.fromkeys(["mask", "holes"], torch.ones(BATCH).double()),
+    "token_mask": torch.ones(BATCH, LENGTH).double(),
+}
+"""The same where everything counts."""
+
 
 def given_to(loss: Callable[..., Any], count: int = BATCH) -> dict[str, Any]:
     """The arguments of a loss for the first samples of the batch, and the input ``x``."""
@@ -174,6 +181,15 @@ class Halved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad / 2
+
+
+class Scaled(Tensor):
+    """Its addition is another one."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore
+        is_add = function in (Tensor.add, Tensor.__add__)
+        return super().__torch_function__(torch.mul if is_add else function, types, args, kwargs)
 
 
 def hooked(net: Net, x: Tensor, o: Tensor) -> Tensor:
@@ -398,32 +414,6 @@ if has_torch("2.6"):
     )
     EXACT["mse with weights"] = lambda n, x, o, real, part: F.mse_loss(o, real, weight=part)
 
-TRAPS: dict[str, Callable[..., Any]] = {
-    "an argument that is 0": lambda n, x, o, mask, flag: masked_mean(rows(o), mask),
-    "no count, and one that is 0": lambda n, x, o, flag: rows(o).sum() / torch.tensor(13.0),
-    "an option that is False": lambda n, x, o, off: rows(o).sum() / torch.tensor(13.0),
-    "penalty by length": lambda n, x, o: rows(o).mean() + n.scale.square() / len(x),
-    "sum and penalty by length": lambda n, x, o: (rows(o).sum() + n.scale.square()) / len(x),
-    "empty mask and penalty": lambda n, x, o, holes: (
-        (rows(o) * holes).sum() / holes.sum().clamp(min=1) + n.scale.square()
-    ),
-    "all by a count next to 0": lambda n, x, o, holes: rows(o).sum() / (holes.sum() + 1e-8),
-    "a mean broadcast to a vector": lambda n, x, o, ignored: (
-        F.cross_entropy(o, ignored) + 0.1 * n.head.bias.abs()
-    ).mean(),
-    "weight times a statistic": lambda n, x, o: rows(o).mean() * (n.scale * x.mean()),
-    "penalty of a statistic": lambda n, x, o: (
-        rows(o).mean() + (n.head.weight.mean(0) - x.mean(0)).square().sum()
-    ),
-    "scales that are not 0-dim": lambda n, x, o, ignored, real: (
-        torch.stack([F.cross_entropy(o, ignored), F.mse_loss(o, real)]) * n.ones[:2].exp()
-    ).sum(),
-    "zeros in a stack": lambda n, x, o: torch.stack(
-        [rows(o).mean(), n.scale.abs(), torch.zeros(()).to(o)]
-    ).sum(),
-}
-"""Losses that were silently wrong, or raised."""
-
 LIMITS: dict[str, Callable[[Tensor], Tensor]] = {
     "median": lambda losses: losses.median(),
     "nanmedian": lambda losses: losses.nanmedian(),
@@ -443,6 +433,43 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
         for name, count in OTHER_DIVISORS.items()
     },
+    # Once silently wrong, or an error; some are exact.
+    "an argument that is 0": lambda n, x, o, mask, flag: masked_mean(rows(o), mask),
+    "no count, and one that is 0": lambda n, x, o, flag: rows(o).sum() / torch.tensor(13.0),
+    "an option that is False": lambda n, x, o, off: rows(o).sum() / torch.tensor(13.0),
+    "penalty by length": lambda n, x, o: rows(o).mean() + n.scale.square() / len(x),
+    "sum and penalty by length": lambda n, x, o: (rows(o).sum() + n.scale.square()) / len(x),
+    "empty mask and penalty": lambda n, x, o, holes: (
+        (rows(o) * holes).sum() / holes.sum().clamp(min=1) + n.scale.square()
+    ),
+    "all by a count next to 0": lambda n, x, o, holes: rows(o).sum() / (holes.sum() + 1e-8),
+    "a mean broadcast to a vector": lambda n, x, o, ignored: (
+        F.cross_entropy(o, ignored) + 0.1 * n.head.bias.abs()
+    ).mean(),
+    "weight times a statistic": lambda n, x, o: rows(o).mean() * (n.scale * x.mean()),
+    "penalty of a statistic": lambda n, x, o: (
+        rows(o).mean() + (n.head.weight.mean(0) - x.mean(0)).square().sum()
+    ),
+    "scales that are not 0-dim": lambda n, x, o, ignored, real: (
+        torch.stack([F.cross_entropy(o, ignored), *4 * [F.mse_loss(o, real)]]) * n.ones[:5].exp()
+    ).sum(),
+    "zeros in a stack": lambda n, x, o: torch.stack(
+        [rows(o).mean(), n.scale.abs(), torch.zeros(()).to(o)]
+    ).sum(),
+    "tensor subclass": lambda n, x, o: (o.as_subclass(Scaled) + 2.0).as_subclass(Tensor).sum(),
+    **{
+        f"cross entropy by length, times {factor}": (
+            lambda n, x, o, y, factor=factor: (
+                factor * F.cross_entropy(o, y, reduction="sum") / len(y)
+            )
+        )
+        for factor in (0.1, 0.5)
+    },
+    "time first": lambda n, x, o: (
+        n.tokens(x).transpose(0, 1).square().mean(0).sum()
+        + torch.einsum("nc,n->c", o, x[:, 0]).square().mean()
+    ),
+    # Others.
     "filled": lambda n, x, o, mask: rows(o).masked_fill(mask == 0, 0).sum() / mask.sum(),
     "concatenated": lambda n, x, o, mask: torch.cat(
         [masked_mean(rows(o), mask).view(1), masked_mean(o.abs().mean(1), mask).view(1)]

@@ -167,11 +167,7 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
         (ArgumentTypeError, {"dim": "0"}, "dim must be an integer, got '0'"),
         (ArgumentError, {"broadcast": "maks"}, "broadcast names 'maks', but Linear.forward takes"),
         (ArgumentError, {"scalar_outputs": "max"}, "scalar_outputs must be one of"),
-        (
-            ArgumentError,
-            {"scalar_outputs": "sum", "loss_weight": len},
-            "not both",
-        ),
+        (ArgumentError, {"scalar_outputs": "sum", "loss_weight": len}, "not both"),
         (ArgumentError, {"device_weights": [1, 2, 3]}, "2 numbers, one for each device, got 3"),
         (ArgumentTypeError, {"gpu0_bsz": "auto", "device_weights": [1, 2]}, "without device_weig"),
         (ArgumentError, {"device_ids": []}, "device_ids is empty"),

@@ -6,7 +6,6 @@ import copy
 import pickle
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -24,21 +23,18 @@ from balanced_dp import (
     BalancedCriterion,
     BalancedDataParallel,
     BalanceWarning,
-    GatherError,
 )
 
-from ..at_once import at_once
 from ..devices import kinds_of_splits
 from ..modules import Lambda
 from ..versions import since_torch
 from .loss_cases import (
-    BATCH,
     EXACT,
     IGNORED,
     REAL,
-    TRAPS,
     UNCLEAR,
     UNSEEN,
+    WHOLE,
     Net,
     X,
     Y,
@@ -67,7 +63,7 @@ def make(loss: Any, gpu0_bsz: int | None = 1, devices: Any = FOUR, **options: An
     torch.manual_seed(0)
     bare = Net(loss).double()
     module = copy.deepcopy(bare).to(devices[0])
-    return BalancedDataParallel(gpu0_bsz, module, devices[:4], **options), bare
+    return BalancedDataParallel(gpu0_bsz, module, devices, **options), bare
 
 
 def step(model: Any, bare: Any, has_gradients: bool, given: Any) -> tuple[bool, list[str]]:
@@ -97,7 +93,7 @@ def compare(model: Any, bare: Net, given: Any, has_gradients: bool = True, **tol
 def test_losses_in_the_module_are_those_of_the_whole_batch(name, gpu0_bsz, devices):
     """In training, and in evaluation after it unless a warning says that a count is not known."""
     loss = EXACT[name]
-    model, bare = make(loss, gpu0_bsz, devices)
+    model, bare = make(loss, gpu0_bsz, devices[:4])
     for has_gradients in (True, False, True, True):
         is_exact, told = step(model, bare, has_gradients, given_to(loss))
         assert is_exact or (not has_gradients and told), told
@@ -115,14 +111,6 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
     for text in told:
         assert "may differ from its value for the whole batch" in text
         assert text.endswith("model.check(batch) shows by how much")
-
-
-@pytest.mark.parametrize(("gpu0_bsz", "size"), [(0, 13), (1, 13), (3, 13), (None, 12)])
-@pytest.mark.parametrize("name", TRAPS)
-def test_traps_are_exact_or_warned_of(name, gpu0_bsz, size):
-    model, bare = make(TRAPS[name], gpu0_bsz)
-    is_exact, told = step(model, bare, True, given_to(TRAPS[name], size))
-    assert is_exact or told
 
 
 @pytest.mark.parametrize(("gpu0_bsz", "size"), [(1, 13), (None, 12)])
@@ -190,20 +178,11 @@ SILENT_IN_EVEN_SPLITS = (
 )
 
 
-class Subclass(nn.CrossEntropyLoss):
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return super().forward(input * 2, target)
-
-
 CROSS_ENTROPIES = {
     "nll": lambda o, y, weight, _: functional.nll_loss(o.log_softmax(1), y, weight),
     "function": lambda o, y, weight, smoothing: functional.cross_entropy(
         o, y, weight, label_smoothing=smoothing
     ),
-    "module": lambda o, y, weight, smoothing: nn.CrossEntropyLoss(
-        weight, label_smoothing=smoothing
-    )(o, y),
-    "subclass": lambda o, y, weight, smoothing: Subclass(weight, label_smoothing=smoothing)(o, y),
 }
 
 
@@ -249,15 +228,6 @@ def test_criteria_are_those_of_the_whole_batch(name):
     expected = results(net, net, True, **arguments)
     found = results(lambda x, **others: criterion(model(x), **others), net, True, **arguments)
     torch.testing.assert_close(found, expected, **TOLERANCE)
-
-
-def test_map_joins_numbers_as_it_is_told():
-    outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 4, gather=False)(REAL)
-    is_right = outputs.map(lambda o, y: (o.argmax(1) == y).sum(), Y, scalar_outputs="sum")
-    assert is_right == (REAL.argmax(1) == Y).sum()
-    for _ in range(2):
-        found = outputs.map(torch.mean, scalar_outputs="mean")
-        torch.testing.assert_close(found, REAL.mean())
 
 
 # What the caller says of weights.
@@ -314,53 +284,19 @@ def test_errors_of_loss_weight_name_it(loss_weight, message):
         model(X)
 
 
-def test_loss_weight_is_not_read_back():
-    """A weight that stays on its device: reading it would wait."""
-
-    class Unread(Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            assert function not in (Tensor.item, Tensor.__float__, Tensor.__bool__)
-            return super().__torch_function__(function, types, args, kwargs)
-
-    model = BalancedDataParallel(
-        1,
-        Labelled(),
-        ["cpu"] * 4,
-        loss_weight=lambda labels: (labels != -100).sum().as_subclass(Unread),
-    )
-    torch.testing.assert_close(
-        torch.Tensor(model(X, IGNORED)["loss"]), Labelled()(X, IGNORED)["loss"], check_dtype=False
-    )
-
-
 @pytest.mark.parametrize(
-    ("chunks", "gpu0_bsz", "factor"),
-    [
-        ([5, 11], 5, 1.6),
-        ([18, 32, 32, 32], 18, 1.6),
-        ([1, 9, 9, 9, 9, 9, 9, 9], 1, 8),
-        ([1, 32, 32, 31, 31, 31], 1, 26),
-    ],
+    ("chunks", "factor"),
+    [([5, 11], 1.6), ([18, 32, 32, 32], 1.6), ([1, *[9] * 7], 8), ([1, 32, 32, 31, 31, 31], 26)],
 )
-def test_the_mean_of_losses_weighs_every_sample_the_same(devices, chunks, gpu0_bsz, factor):
+def test_the_mean_of_losses_weighs_every_sample_the_same(devices, chunks, factor):
     """Published recipes call loss.mean() on a vector of one loss a replica. A sample on device 0
     then counts B / (n * c0) times as much as it should: the factor here.
     """
     batch_size = sum(chunks)
     assert batch_size / len(chunks) / chunks[0] == pytest.approx(factor, rel=0.05)
-    module = Lambda(lambda m, x: m.a(x).square().mean(), a=nn.Linear(4, 2)).double()
-    reference = copy.deepcopy(module)
-    parallel = BalancedDataParallel(
-        gpu0_bsz, module.to(devices[0]), device_ids=devices[: len(chunks)]
-    )
-    assert list(parallel.split(batch_size)) == chunks
-    x = torch.randn(batch_size, 4, dtype=torch.double)
-    loss, expected = parallel(x).mean(), reference(x)
-    loss.backward()
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    torch.testing.assert_close(module.a.weight.grad.cpu(), reference.a.weight.grad)
+    model, bare = make(lambda n, x, o: rows(o).mean(), chunks[0], devices[: len(chunks)])
+    compare(model, bare, {"x": torch.randn(batch_size, 6).double()})
+    assert list(model.chunk_sizes) == chunks
 
 
 @pytest.mark.parametrize("has_gradients", [True, False])
@@ -381,21 +317,16 @@ def _cross_entropy(o: Tensor, y: Tensor) -> Tensor:
 # The rows of a table of programs that an earlier way to join losses broke.
 
 
-def counted_calls(loss: Callable[..., Any]) -> tuple[list[int], Callable[..., Any]]:
-    sizes: list[int] = []
-
-    def counts(n: Net, x: Tensor, o: Tensor, **given: Any) -> Any:
-        sizes.append(len(x))
-        return loss(n, x, o, **given)
-
-    return sizes, counts
-
-
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, None])
 @pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.filterwarnings("ignore::balanced_dp.BalanceWarning")
 def test_forward_runs_once_on_each_active_device(gpu0_bsz, has_gradients):
-    sizes, loss = counted_calls(lambda n, x, o: o.square().mean() ** 2 + o.norm())
+    sizes: list[int] = []
+
+    def loss(n: Net, x: Tensor, o: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return o.square().mean() ** 2 + o.norm()
+
     model, _ = make(loss, gpu0_bsz)
     for size in (12, 13, 12):
         sizes.clear()
@@ -467,63 +398,6 @@ def test_a_loss_in_a_compiled_module_is_warned_of():
         model(X, y=IGNORED)
 
 
-class Teacher(nn.Module):
-    """Writes an average of a weight through ``.data``, and returns a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 2).double()
-        self.average = nn.Parameter(torch.zeros(2, 6, dtype=torch.double), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.average.data.mul_(0.5).add_(self.layer.weight.data, alpha=0.5)
-        return (self.layer(x) - x @ self.average.T).square().mean()
-
-
-@pytest.mark.parametrize("kind", ["emulated"])
-def test_a_weight_that_forward_writes_is_written_once(devices):
-    bare, module = Teacher(), Teacher().to(devices[0])
-    module.load_state_dict(bare.state_dict())
-    model = BalancedDataParallel(1, module, devices[:4])
-    torch.testing.assert_close(model(X).cpu(), bare(X), **TOLERANCE)
-    torch.testing.assert_close(module.average.cpu(), bare.average, **TOLERANCE)
-
-
-def test_the_first_step_takes_no_more_memory_than_later_ones(emulated):
-    """The device that has the fewest samples computed four of them once more."""
-    inner = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 512))
-    module = Lambda(lambda m, x: m.inner(x).square().mean() + m.inner(x).abs().mean(), inner=inner)
-    model = BalancedDataParallel(2, module.to(emulated[0]), emulated[:4])
-    peaks = []
-    for _ in range(3):
-        torch.lazy.reset_peak_memory_stats(emulated[0])
-        model(X.float()).backward()
-        peaks.append(torch.lazy.max_memory_allocated(emulated[0]))
-        model.zero_grad()
-    assert peaks[0] <= 1.02 * peaks[2]
-
-
-def test_a_loss_that_changes_its_operators_is_seen_at_once():
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.square().mean()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return grad * 2 * x / x.numel()
-
-    def loss(n: Net, x: Tensor, o: Tensor, step: int) -> Tensor:
-        return o.abs().mean() + (Kernel.apply(o) if step >= 2 else torch.zeros(()).to(o))
-
-    model, bare = make(loss)
-    for number in range(4):
-        is_exact, told = step(model, bare, True, {"x": X, "step": number})
-        assert is_exact and len(told) == (number == 2)
-
-
 def test_a_factor_that_changes_is_seen_at_once():
     def loss(n: Net, x: Tensor, o: Tensor, factor: int) -> Tensor:
         return o.mean() * (factor if len(x) > 1 else 1)
@@ -533,42 +407,23 @@ def test_a_factor_that_changes_is_seen_at_once():
     assert [len(texts) for texts in told] == [0, 1, 0]
 
 
-def selected(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
-    return rows(o)[y >= 0].mean()
-
-
-def masked(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
-    return (rows(o) * (y >= 0)).sum() / (y != -100).sum()
-
-
-def halved(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(o, y) / 2
-
-
-def beside_a_mean(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(o, y) + rows(o).mean()
-
-
-def ignored_rows(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(o, y, reduction="none").sum() / (y != -100).sum()
-
-
 @pytest.mark.parametrize("gpu0_bsz", [1, 3])
-@pytest.mark.parametrize("loss", [selected, masked, halved, beside_a_mean])
-def test_a_first_batch_in_which_nothing_is_ignored(loss, gpu0_bsz):
+@pytest.mark.parametrize("name", [name for name in EXACT if WHOLE.keys() & given_to(EXACT[name])])
+def test_a_first_batch_in_which_everything_counts(name, gpu0_bsz):
     """Its counts are the chunk sizes, by which later ones were weighted."""
-    some, first = Y.clone(), Y.clone()
-    some[[3, 4, 7]] = first[0] = -100
-    model, bare = make(loss, gpu0_bsz)
-    for y in (Y, some, Y, first, first, some):
-        is_exact, told = step(model, bare, True, {"x": X, "y": y})
-        assert is_exact and not told
-    is_exact, told = step(model, bare, False, {"x": X, "y": some})
-    assert is_exact or told
+    model, bare = make(EXACT[name], gpu0_bsz)
+    given = given_to(EXACT[name])
+    whole = {key: WHOLE.get(key, value) for key, value in given.items()}
+    for each in (whole, given, whole, given):
+        assert step(model, bare, True, each) == (True, [])
 
 
 def test_a_count_of_all_entries_is_not_taken_for_good():
-    model, bare = make(ignored_rows)
+    model, bare = make(
+        lambda n, x, o, y: (
+            functional.cross_entropy(o, y, reduction="none").sum() / (y != -100).sum()
+        )
+    )
     ignored = Y.where(X[:, 0] > 0, -100)
     found = [step(model, bare, True, {"x": X, "y": y}) for y in (Y, Y, ignored)]
     assert found[:2] == [(True, [])] * 2
@@ -593,39 +448,12 @@ def test_what_is_unclear_in_an_even_split_is_clear_in_another():
     assert step(model, bare, True, {"x": X})[0]
 
 
-@pytest.mark.parametrize("factor", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize("size", [4, 8, 12])
-def test_a_cross_entropy_that_is_divided_by_its_count_in_an_even_split(size, factor):
-    """Times a small factor it was taken for a sum that is divided by the count of the batch."""
-
-    def loss(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
-        return factor * functional.cross_entropy(o, y, reduction="sum") / len(y)
-
-    model, bare = make(loss, None)
-    is_exact, told = step(model, bare, True, {"x": X[:size], "y": Y[:size]})
-    assert is_exact or told
-
-
 def test_as_many_classes_as_samples():
     """Only targets that are the rows of the chunk tell of comparisons."""
     for y, warns in ((torch.arange(12) % 3, True), (torch.arange(12) % 2, False)):
         model, bare = make(lambda n, x, o, y: functional.cross_entropy(o[:, :3], y), None)
         is_exact, told = step(model, bare, True, {"x": X[:12], "y": y})
         assert is_exact and bool(told) is warns
-
-
-def test_a_block_ends_with_the_last_thread_in_it(emulated):
-    model, _ = make(lambda n, x, o: o, 1, emulated[:3])
-
-    def train(_: int) -> None:
-        with model.accumulate():
-            for _ in range(3):
-                model(X).sum().backward()
-
-    for _ in range(5):
-        model.zero_grad()
-        at_once(train, 3)
-        assert model.module.head.bias.grad.eq(9 * BATCH).all()
 
 
 def test_functions_without_code_are_told_apart():
@@ -640,19 +468,6 @@ def test_functions_without_code_are_told_apart():
 def test_a_complex_mean():
     model, bare = make(lambda n, x, o: 2 * torch.complex(o, o**2).mean())
     torch.testing.assert_close(model(X), bare(X))
-
-
-def test_what_an_even_split_has_shown_is_not_told_of_a_chunk_of_another_size():
-    """A mean over the batch that came after another layout was joined as if it were a sum."""
-
-    def loss(n: Net, x: Tensor, o: Tensor) -> Tensor:
-        steps = n.tokens(x).transpose(0, 1)  # time first
-        return steps.square().mean(0).sum() + torch.einsum("nc,n->c", o, x[:, 0]).square().mean()
-
-    model, bare = make(loss, None)
-    for size in (12, 13, 13):
-        is_exact, told = step(model, bare, True, {"x": X[:size]})
-        assert is_exact or told or (size == 13 and model._history.warned)
 
 
 @pytest.mark.parametrize(("gpu0_bsz", "size"), [(None, 12), (1, 13)])
@@ -710,28 +525,15 @@ def test_values_that_are_read_in_a_loop_keep_no_graph(emulated):
     inner = nn.Sequential(nn.Linear(6, 2048), nn.Tanh(), nn.Linear(2048, 4))
     module = Lambda(loss, inner=inner).to(emulated[0])
     model = BalancedDataParallel(4, module, emulated[:2])
-    torch.lazy.reset_peak_memory_stats(emulated[0])
-    model(X.float()).backward()
+    peaks = []
+    for _ in range(3):
+        torch.lazy.reset_peak_memory_stats(emulated[0])
+        model(X.float()).backward()
+        peaks.append(torch.lazy.max_memory_allocated(emulated[0]))
+        model.zero_grad()
     activations = 3 * 4 * 4 * 2048  # of three layers with as many entries
-    assert torch.lazy.max_memory_allocated(emulated[0]) < 8 * activations + 4 * 4 * 2048 * 12
-
-
-class Scaled(Tensor):
-    """Its addition is another one."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in (Tensor.add, torch.add, Tensor.__add__):
-            function = torch.mul
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-def test_a_subclass_of_tensor_keeps_its_operators():
-    def loss(n: Net, x: Tensor, o: Tensor) -> Tensor:
-        return (o.as_subclass(Scaled) + 2.0).as_subclass(Tensor).square().mean()
-
-    model, bare = make(loss)
-    compare(model, bare, {"x": X})
+    assert peaks[0] < 8 * activations + 4 * 4 * 2048 * 12
+    assert peaks[0] <= 1.02 * peaks[2]  # nothing is computed once more in the first step
 
 
 # Outputs of other forms.
@@ -757,29 +559,10 @@ def test_a_row_that_was_squeezed_is_told_from_a_loss(has_gradients):
         model(X[:4])
 
 
-def test_whole_numbers_that_differ_add_up_and_are_warned_of():
-    model, bare = make(lambda n, x, o, y: (o.mean(), (o.argmax(1) == y).sum(), torch.tensor(3)))
-    is_exact, told = step(model, bare, True, {"x": X, "y": Y})
-    assert is_exact and len(told) == 1 and "and is added up" in told[0]
-
-
-def test_pairs_of_samples_are_an_error_that_says_so():
-    model, _ = make(lambda n, x, o: o @ o.T)
-    with pytest.raises(GatherError, match=r"each pair of samples .* gather=False"):
-        model(X)
-
-
 def test_a_value_without_a_graph_is_averaged_and_warned_of():
     model, bare = make(lambda n, x, o, y: (o.argmax(1) == y).double().mean())
     with torch.no_grad(), pytest.warns(BalanceWarning, match="no call with gradients"):
         torch.testing.assert_close(model(X, y=Y), bare(X, y=Y))
-
-
-def test_threads_may_make_the_first_call_at_once():
-    model, bare = make(lambda n, x, o: o.square().sum() * 0.25, 0)
-    expected = bare(X)
-    found = at_once(lambda _: model(X), 4)
-    torch.testing.assert_close(found, [expected] * 4, **TOLERANCE)
 
 
 def test_a_model_can_be_pickled_after_a_call():

@@ -234,16 +234,16 @@ def held(devices):
 
 
 @pytest.mark.parametrize(
-    ("has_gradients", "block", "is_bound"),
+    ("has_gradients", "block", "how"),
     [
-        *((False, None, False), (False, "shared_weights", False)),
-        *((True, None, False), (True, "accumulate", False)),
-        *((True, None, True), (False, None, True)),  # replicas made for each call
+        *((False, None, ""), (False, "shared_weights", "")),
+        *((True, None, ""), (True, "accumulate", ""), (True, "accumulate", "a block each")),
+        *((True, None, "bound"), (False, None, "bound")),  # replicas made for each call
     ],
 )
-def test_steps_of_many_threads(devices, has_gradients, block, is_bound, monkeypatch):
+def test_steps_of_many_threads(devices, has_gradients, block, how, monkeypatch):
     """Gradients of all threads are added up in the same parameters. In a block, one makes the
-    copies for all.
+    copies for all. It ends with the last thread in it.
     """
     fill_buckets = copies.fill_buckets
     monkeypatch.setattr(  # so that the other threads come while the first one makes them
@@ -252,7 +252,7 @@ def test_steps_of_many_threads(devices, has_gradients, block, is_bound, monkeypa
     layers = [nn.Linear(4, 8), nn.LayerNorm(8), *(nn.Linear(8, 8) for _ in range(5))]
     bare = Lambda(forward, layers=nn.Sequential(*layers), head=nn.Linear(8, 5)).double()
     module = copy.deepcopy(bare).to(devices[0])
-    if is_bound:
+    if how == "bound":
         module.head.forward = types.MethodType(nn.Linear.forward, module.head)
     model, before = BalancedDataParallel(1, module, devices[:3]), held(devices)
     cross_entropy_loss = torch._C._nn.cross_entropy_loss
@@ -267,8 +267,12 @@ def test_steps_of_many_threads(devices, has_gradients, block, is_bound, monkeypa
             total(found).backward()
         return [tensor.detach().cpu() for tensor in found]
 
-    with getattr(model, block)() if block else nullcontext():
-        found = at_once(lambda number: [step(number) for _ in range(3)])
+    def train(number):
+        with getattr(model, block)() if how == "a block each" else nullcontext():
+            return [step(number) for _ in range(3)]
+
+    with getattr(model, block)() if block and how != "a block each" else nullcontext():
+        found = at_once(train)
     for number, outputs in enumerate(found):
         expected = bare(*batch(number))
         torch.testing.assert_close(outputs, [expected] * 3, rtol=1e-10, atol=1e-12)
