@@ -172,9 +172,6 @@ CASES = {
         lambda n: ((torch.randn(4, n),), {}),
         {"dim": 1},
     ),
-    "spectral norm in eval mode": Case(
-        lambda: nn.utils.parametrizations.spectral_norm(linear()).eval(), tensors((4,))
-    ),
     "weight norm": Case(lambda: nn.utils.parametrizations.weight_norm(linear()), tensors((4,))),
 }
 

@@ -41,13 +41,6 @@ def test_the_largest_value_that_fits(law, budgets, batch_size):
     }
 
 
-def test_the_largest_of_equal_values():
-    """Device 0 holds as much with 0 as with 5, so with 5 all devices work."""
-    search = Search(32, [2000] * 4)
-    ask(search, Law(((900, 0, 0), (400, 100, 0)), ((100, 10),)).peaks)
-    assert search.best == 5
-
-
 @pytest.mark.parametrize("start", [None, 0, 1])
 @pytest.mark.parametrize("name", TABLES)
 def test_the_best_value_of_a_table(name, start):

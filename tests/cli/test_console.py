@@ -67,7 +67,7 @@ def test_the_answer_fits_80_columns(first, others, num_devices):
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_errors_are_wrapped_between_words(width, monkeypatch, capsys):
+def test_errors_are_wrapped_between_words(width, monkeypatch):
     path = f"{'long-folder/' * 9}train.py"
     text = f"{path} has no {'word ' * 20}at the end"
 
@@ -79,6 +79,3 @@ def test_errors_are_wrapped_between_words(width, monkeypatch, capsys):
         commands.main()
     assert " ".join(line.rstrip() for line in lines) == f"balanced-dp: {text}"
     assert max(len(line.rstrip()) for line in lines if path not in line) <= width
-    with pytest.raises(SystemExit):
-        commands.main()
-    assert capsys.readouterr().err == f"balanced-dp: {text}\n"

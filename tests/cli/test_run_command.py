@@ -112,10 +112,8 @@ def test_the_report_is_written(script):
         ("train.py 4 64", 0, "The script does not split its batches; add model = torch.nn.Da"),
         ("train.py 4 64 one", 0, "for one device. Leave device_ids out: train.py:13"),
         ("train.py 4 64 cpu", 0, "The script does not split its batches; add model = torch.n"),
-        *(
-            (f"--devices 1 train.py 4 64 {how}", 0, "On one device there are no splits to compare;")
-            for how in ("wrap", "")
-        ),
+        ("--devices 1 train.py 4 64 wrap", 0, "On one device there are no splits to compare;"),
+        ("--devices 1 train.py 4 64", 0, "On one device there are no splits to compare;"),
         ("train.py 1 64 wrap", 0, "Comparing splits takes two training steps with the same ba"),
         ("train.py 4 1 wrap", 0, "batches of 1, 4 devices"),
         ("--json no.json train.py 3 64 fail", 1, "no.json was not written: there is no report"),

@@ -17,11 +17,10 @@ from .models import assert_same_outcome, exact
 
 def peak_growth(device: torch.device, work: Callable[[], Any]) -> int:
     """Return how many bytes ``work`` raises the peak above the memory allocated before it."""
-    lazy = torch.get_device_module(device)
-    lazy.reset_peak_memory_stats(device)
-    before = lazy.memory_allocated(device)
+    torch.lazy.reset_peak_memory_stats(device)
+    before = torch.lazy.memory_allocated(device)
     work()
-    return lazy.max_memory_allocated(device) - before
+    return torch.lazy.max_memory_allocated(device) - before
 
 
 # Random numbers.

@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 from balanced_dp import BalancedDataParallel
+from balanced_dp.emulation.device_module import max_memory_allocated as peak
+from balanced_dp.emulation.device_module import memory_allocated as allocated
 from balanced_dp.emulation.ledger import ROUND_BYTES, Allocation, Block, DeviceLedger, Label
 
 from ..at_once import at_once
@@ -113,14 +115,6 @@ def test_threads_leave_exact_books():
 
 
 # The ledger of a device, seen through tensors.
-
-
-def allocated(device: torch.device) -> int:
-    return torch.get_device_module(device).memory_allocated(device)
-
-
-def peak(device: torch.device) -> int:
-    return torch.get_device_module(device).max_memory_allocated(device)
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -32,57 +32,54 @@ def _views(x: Tensor) -> Tensor:
     return x
 
 
-FACTORIES: dict[str, Callable[[Any], Any]] = {
-    "tensor": lambda d: torch.tensor([[1, 2], [3, 4]], device=d),
-    "as_tensor": lambda d: torch.as_tensor([1.5, 2.5], device=d),
-    "arange": lambda d: [torch.arange(*n, device=d) for n in ((3,), (2, 7, 0.5), (9.0,), (3.5,))],
+OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "itself": lambda x, i: [x, i],
+    "integers": lambda x, i: [(i + 1) * i, i > 1, i.sum(), i.double()],
+    "index": lambda x, i: [i[i > 1], x[i > 1], x[i > 0, 1], x[i[:3]]],
+    "mask on the cpu": lambda x, i: x[torch.tensor([True, False, True, True])],
+    "nonzero": lambda x, i: (i > 1).nonzero()[:, 0],
+    "written in place": lambda x, i: i.clone().masked_fill_(i > 1, 7),
+    "write through a mask": lambda x, i: _written(x, i > 1),
+    "zeros_like": lambda x, i: [
+        torch.zeros_like(x, dtype=torch.int64),
+        torch.zeros_like(i).half(),
+    ],
+    "embedding": lambda x, i: [F.embedding(i[None], x), F.embedding(x.argmax(1) % 4, x)],
+    "repeat_interleave": lambda x, i: x.repeat_interleave(i, 0),
+    "random": lambda x, i: torch.randn_like(x).exponential_(),
+    "random integers": lambda x, i: torch.randint_like(i, 5),
+    "interpolate": lambda x, i: [F.interpolate(x[None], scale_factor=f) for f in (2.0, 4.0)],
+    "deepcopy": lambda x, i: copy.deepcopy(x),
+    "add_": lambda x, i: x.add_(i[:3], alpha=2),
+    "out": lambda x, i: torch.add(x, x, out=x.new_empty(0)),
+    "of a list": lambda x, i: torch._foreach_sqrt([x, x[0]]),
+    "written to a list": lambda x, i: torch._foreach_add_([x], 1),
+    "linear": lambda x, i: F.linear(x[None, :, None], x),  # calls _unsafe_view
+    "views": lambda x, i: [*x.t().unbind(1), *x.split(3), x[1:, ::2], x.expand(2, 4, 3)],
+    "written views": lambda x, i: _views(x),
+    "several": lambda x, i: torch.native_layer_norm(x, [3], None, None, 1e-5),
+    "a transposed one": lambda x, i: [torch.relu(x.t()), x.t().contiguous(), x.t().exp_()],
+    "other numbers": lambda x, i: [x.sum(d, keepdim=k) for d in (0, 1) for k in (True, False)],
+    "unsqueeze_": lambda x, i: x.unsqueeze_(1).add_(1),
+    "squeeze_": lambda x, i: [x.unsqueeze(0).squeeze_().add_(1), x[None].squeeze_(0)],
+    "t_": lambda x, i: x.t_().add_(1),
+    "swapaxes_": lambda x, i: x.swapaxes_(0, 1).add_(1),
+    "as_strided_": lambda x, i: x.as_strided_((2, 2), (1, 2), 1).add_(1),
+    "resize_": lambda x, i: [x.resize_(7, 2)[0].fill_(1), x.resize_(20, 30).fill_(1)],
+    "tensor": lambda x, i: torch.tensor([[1, 2], [3, 4]], device=x.device),
+    "as_tensor": lambda x, i: torch.as_tensor([1.5, 2.5], device=x.device),
+    "arange": lambda x, i: [
+        torch.arange(*n, device=x.device) for n in ((3,), (2, 7, 0.5), (9.0,), (3.5,))
+    ],
     # The second linspace returned its first argument, a number.
-    "linspace": lambda d: [torch.linspace(0, 1, 5, device=d) for _ in range(2)],
-    "tril_indices": lambda d: torch.tril_indices(3, 3, device=d),
-    "empty_strided": lambda d: torch.empty_strided((2, 3), (1, 2), device=d).fill_(1.0),
-    "channels_last": lambda d: torch.zeros(1, 2, 3, 3, device=d).contiguous(
+    "linspace": lambda x, i: [torch.linspace(0, 1, 5, device=x.device) for _ in range(2)],
+    "tril_indices": lambda x, i: torch.tril_indices(3, 3, device=x.device),
+    "empty_strided": lambda x, i: torch.empty_strided((2, 3), (1, 2), device=x.device).fill_(1.0),
+    "channels_last": lambda x, i: torch.zeros(1, 2, 3, 3, device=x.device).contiguous(
         memory_format=torch.channels_last
     ),
-    "new_tensor": lambda d: torch.ones(1, device=d).new_tensor([1.0, 2.0]),
+    "new_tensor": lambda x, i: torch.ones(1, device=x.device).new_tensor([1.0, 2.0]),
 }
-OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = (
-    {
-        "itself": lambda x, i: [x, i],
-        "integers": lambda x, i: [(i + 1) * i, i > 1, i.sum(), i.double()],
-        "index": lambda x, i: [i[i > 1], x[i > 1], x[i > 0, 1], x[i[:3]]],
-        "mask on the cpu": lambda x, i: x[torch.tensor([True, False, True, True])],
-        "nonzero": lambda x, i: (i > 1).nonzero()[:, 0],
-        "written in place": lambda x, i: i.clone().masked_fill_(i > 1, 7),
-        "write through a mask": lambda x, i: _written(x, i > 1),
-        "zeros_like": lambda x, i: [
-            torch.zeros_like(x, dtype=torch.int64),
-            torch.zeros_like(i).half(),
-        ],
-        "embedding": lambda x, i: [F.embedding(i[None], x), F.embedding(x.argmax(1) % 4, x)],
-        "repeat_interleave": lambda x, i: x.repeat_interleave(i, 0),
-        "random": lambda x, i: torch.randn_like(x).exponential_(),
-        "random integers": lambda x, i: torch.randint_like(i, 5),
-        "interpolate": lambda x, i: [F.interpolate(x[None], scale_factor=f) for f in (2.0, 4.0)],
-        "deepcopy": lambda x, i: copy.deepcopy(x),
-        "add_": lambda x, i: x.add_(i[:3], alpha=2),
-        "out": lambda x, i: torch.add(x, x, out=x.new_empty(0)),
-        "of a list": lambda x, i: torch._foreach_sqrt([x, x[0]]),
-        "written to a list": lambda x, i: torch._foreach_add_([x], 1),
-        "linear": lambda x, i: F.linear(x[None, :, None], x),  # calls _unsafe_view
-        "views": lambda x, i: [*x.t().unbind(1), *x.split(3), x[1:, ::2], x.expand(2, 4, 3)],
-        "written views": lambda x, i: _views(x),
-        "several": lambda x, i: torch.native_layer_norm(x, [3], None, None, 1e-5),
-        "a transposed one": lambda x, i: [torch.relu(x.t()), x.t().contiguous(), x.t().exp_()],
-        "other numbers": lambda x, i: [x.sum(d, keepdim=k) for d in (0, 1) for k in (True, False)],
-        "unsqueeze_": lambda x, i: x.unsqueeze_(1).add_(1),
-        "squeeze_": lambda x, i: [x.unsqueeze(0).squeeze_().add_(1), x[None].squeeze_(0)],
-        "t_": lambda x, i: x.t_().add_(1),
-        "swapaxes_": lambda x, i: x.swapaxes_(0, 1).add_(1),
-        "as_strided_": lambda x, i: x.as_strided_((2, 2), (1, 2), 1).add_(1),
-        "resize_": lambda x, i: [x.resize_(7, 2)[0].fill_(1), x.resize_(20, 30).fill_(1)],
-    }
-    | {name: lambda x, i, make=make: make(x.device) for name, make in FACTORIES.items()}
-)
 
 
 def outcomes(name: str, device: Any) -> list[Any]:

@@ -25,8 +25,7 @@ from .models import MODELS, WITH_DROPOUT, inputs_of, train
 
 
 def trained_bytes(case: Case, dropout: float, device: torch.device) -> list[int]:
-    lazy = torch.get_device_module(device)
-    module = train(case, device, num_steps=2, dropout=dropout).module
+    lazy, module = torch.lazy, train(case, device, num_steps=2, dropout=dropout).module
     num_bytes = [lazy.memory_allocated(device), lazy.max_memory_allocated(device)]
     args, kwargs = inputs_of(case, device)
     module.eval()

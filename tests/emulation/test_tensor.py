@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from balanced_dp import EmulationError, emulate_devices
 
-from ..modules import tied
 from .models import MODELS, assert_same_outcome, train
 
 CPU = torch.device("cpu")
@@ -159,21 +157,6 @@ def values_read(d: Any) -> Any:
         yield f"{torch.tensor(2.5, device=d):.2f}"
 
 
-def tied_weights(d: Any) -> Any:
-    module = tied()
-    weight = module[0].weight
-    for target in (d, "cpu", d):
-        module.to(target)
-        assert module[1].weight is module[0].weight is weight
-        assert weight.device == torch.device(target) and isinstance(weight, nn.Parameter)
-        assert len(list(module.parameters())) == 1
-    module.double()
-    module[1](module[0](torch.tensor([1], device=d))).sum().backward()
-    gradient = weight.grad
-    assert type(module.cpu()[0].weight) is nn.Parameter
-    return gradient
-
-
 def deep_copies(d: Any) -> Any:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).to(d)
     module[2].weight = module[0].weight
@@ -199,6 +182,7 @@ def hooks(d: Any) -> Any:
         layer.to(place).zero_grad()
         layer(torch.ones(1, 2, device=place)).sum().backward()
         assert layer.weight is weight and layer.weight.tag == "slow"
+        assert isinstance(weight, nn.Parameter) and (place is d or type(weight) is nn.Parameter)
         yield layer.weight.grad, list(calls)
         handle.remove()
 
@@ -223,16 +207,6 @@ def loading_beside_a_graph(d: Any) -> Any:
     return weight
 
 
-def loading_what_the_cpu_saved(d: Any) -> Any:
-    source = train(MODELS["conv and batch norm"], "cpu")
-    target = train(MODELS["conv and batch norm"], d, num_steps=1)
-    target.module.load_state_dict(source.module.state_dict())
-    target.optimizer.load_state_dict(source.optimizer.state_dict())
-    states = [target.optimizer.state[p]["exp_avg"] for p in target.module.parameters()]
-    assert {state.device for state in states} == {torch.device(d)}
-    return dict(target.module.state_dict()), states
-
-
 def training(name: str, d: Any) -> Any:
     trained = train(MODELS[name], d)
     assert len(trained.losses) == len({loss.item() for loss in trained.losses})  # it trains
@@ -245,8 +219,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     for program in (
         *(cpu_numbers, cpu_indices, sparse_gradients, packed_sequence, conjugates),
         *(gradients_of_views, shared_gradients, forward_mode, gradients_of_gradients),
-        *(values_read, tied_weights, deep_copies, hooks, other_data),
-        *(loading_beside_a_graph, loading_what_the_cpu_saved, quantization),
+        *(values_read, deep_copies, hooks, other_data, loading_beside_a_graph, quantization),
     )
 } | {name: partial(training, name) for name in MODELS}
 
@@ -288,30 +261,19 @@ def test_pickle_makes_cpu_tensors(devices):
     assert not pickle.loads(pickle.dumps(torch.ones(2, device=devices[0]))).requires_grad
 
 
-def test_checkpoints_load_on_the_cpu():
-    file = io.BytesIO()
-    with emulate_devices(1) as devices:
-        trained = train(MODELS["tied weights"], devices[0])
-        torch.save([trained.module.state_dict(), trained.optimizer.state_dict()], file)
-        expected = trained.module.cpu().state_dict()
-        del trained
-    file.seek(0)
-    weights, states = torch.load(file)  # with weights_only, its default
-    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
-    assert weights["0.weight"].data_ptr() == weights["1.weight"].data_ptr()
-    assert states["state"][0]["exp_avg"].device.type == "cpu"
-
-
 @pytest.mark.parametrize("as_cuda", [False, True], ids=["lazy", "cuda"])
 def test_checkpoints_load_to_a_device(as_cuda, emulate, tmp_path):
     """Files load on the CPU by default, unless the devices are named cuda."""
     devices, path = emulate(4, as_cuda=as_cuda), tmp_path / "model.pt"
-    kind, model = devices[0].type, nn.Linear(2, 2).to(devices[1])
-    torch.save({"model": model.state_dict(), "epoch": torch.arange(3)}, path)
-    loaded = torch.load(path)
-    assert loaded["model"]["weight"].device == (devices[1] if as_cuda else CPU)
-    assert loaded["epoch"].device == CPU
-    model.load_state_dict(loaded["model"])
+    kind, (_, model, optimizer) = devices[0].type, train(MODELS["tied weights"], devices[1])
+    torch.save([model.state_dict(), optimizer.state_dict(), torch.arange(3)], path)
+    weights, states, epoch = torch.load(path)  # with weights_only, its default
+    where = [x.device for x in (weights["0.weight"], states["state"][0]["exp_avg"], epoch)]
+    assert where == [devices[1] if as_cuda else CPU] * 2 + [CPU]
+    assert weights["0.weight"].data_ptr() == weights["1.weight"].data_ptr()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    assert optimizer.state[model[0].weight]["exp_avg"].device == devices[1]
     by_cuda = [(lambda storage, place: storage.cuda(2), devices[2])] if as_cuda else []
     for location, device in (
         ("cpu", CPU),
@@ -321,9 +283,9 @@ def test_checkpoints_load_to_a_device(as_cuda, emulate, tmp_path):
         (lambda storage, place: storage, CPU),
         *by_cuda,
     ):
-        weight = torch.load(path, map_location=location)["model"]["weight"]
+        weight = torch.load(path, map_location=location)[0]["0.weight"]
         assert weight.device == device
-        assert torch.equal(weight.cpu(), model.weight.detach().cpu())
+        assert torch.equal(weight.cpu(), model[0].weight.detach().cpu())
     with pytest.raises(EmulationError, match=f"no emulated device {kind}:9"):
         torch.load(path, map_location=f"{kind}:9")
 

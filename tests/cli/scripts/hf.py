@@ -8,13 +8,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--max_steps", type=int, default=10)
-parser.add_argument("--batch", type=int, default=24)
-parser.add_argument(
-    "--own", action="store_true", help="a Trainer of one's own, with a BalancedTrainer"
-)
+parser.add_argument("--own", action="store_true", help="with a Trainer of one's own")
 args = parser.parse_args()
 
+MAX_STEPS, BATCH = 10, 24
 torch.manual_seed(0)
 devices = max(1, torch.cuda.device_count())
 no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -54,8 +51,8 @@ if args.own:
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         output_dir=folder,
-        max_steps=args.max_steps,
-        per_device_train_batch_size=args.batch // devices,
+        max_steps=MAX_STEPS,
+        per_device_train_batch_size=BATCH // devices,
         learning_rate=5e-3,
         logging_steps=1,
         save_strategy="no",
@@ -63,6 +60,6 @@ with tempfile.TemporaryDirectory() as folder:
         disable_tqdm=True,
         seed=0,
     )
-    data = [sentence() for _ in range(args.batch * args.max_steps)]
+    data = [sentence() for _ in range(BATCH * MAX_STEPS)]
     model = GPT2LMHeadModel(config)
     Trainer(model, arguments, train_dataset=data, callbacks=[PrintLoss()]).train()
