@@ -5,9 +5,7 @@ Further parameters name what a loss is given: see ``GIVEN``.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-from ..versions import has_torch
 
 BATCH, WIDTH, CLASSES, LENGTH = 13, 6, 5, 4
 
@@ -57,7 +53,6 @@ HOLES = MASK.where(INDEX > 4, 0)
 IGNORED = Y.where((INDEX > 0) & (INDEX < 5) | (INDEX > 8), -100)
 TOKENS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=_generator)
 TOKENS[[0, 5, 6]] = TOKENS[:, 2] = -100
-CLASS_WEIGHT = torch.tensor([0.5, 0.0, 0.0, 2.0, 1.0], dtype=torch.double)
 
 GIVEN: dict[str, Any] = {
     "y": Y,
@@ -109,48 +104,14 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum()
 
 
-def cross_entropy_of_tokens(net: Net, x: Tensor, y: Tensor, **options: Any) -> Tensor:
-    return F.cross_entropy(net.tokens(x).flatten(0, 1), y.flatten(), **options)
-
-
-def one_hot(classes: Tensor) -> Tensor:
-    return F.one_hot(classes, CLASSES).double()
-
-
-class Smoothed(nn.CrossEntropyLoss):
-    """A subclass that adds a term."""
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return super().forward(input, target) + 0.1 * input.square().mean()
-
-
-class Masked(nn.MSELoss):
-    def forward(self, input: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(input[mask > 0], target[mask > 0])
-
-
-def dice_of_shares(net: Net, x: Tensor, o: Tensor, y: Tensor, part: Tensor) -> Tensor:
-    """The sum of the shares is that of the rows, exactly."""
-    targets = one_hot(y)
-    shares = o - o.detach() + targets
-    return 1 - 2 * (shares * part).sum() / (shares.sum() + targets.sum())
-
-
-def focal(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
-    losses = F.cross_entropy(o, y, reduction="none")
-    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+def cross_entropy_of_tokens(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(net.tokens(x).flatten(0, 1), y.flatten())
 
 
 def in_place(net: Net, x: Tensor, o: Tensor, ignored: Tensor, real: Tensor) -> Tensor:
     loss = F.cross_entropy(o, ignored)
     loss += 0.5 * F.mse_loss(o, real)
     return loss
-
-
-def not_trained(net: Net, x: Tensor, o: Tensor, real: Tensor) -> Tensor:
-    with torch.no_grad():
-        factor = net.scale * o.abs().mean()
-    return F.mse_loss(o, real) * factor
 
 
 def updated(net: Net, x: Tensor, o: Tensor, real: Tensor) -> Tensor:
@@ -160,15 +121,6 @@ def updated(net: Net, x: Tensor, o: Tensor, real: Tensor) -> Tensor:
     vector[1] = losses[1]
     vector *= 2
     return vector.sum() + losses[0].clamp_(max=10)
-
-
-def logged(net: Net, x: Tensor, o: Tensor, real: Tensor) -> Tensor:
-    """What else is done with a loss asks for its class."""
-    loss = F.mse_loss(o, real)
-    assert f"{loss.detach():.3f}" == format(loss.item(), ".3f")
-    copies = [copy.deepcopy(loss.detach()), pickle.loads(pickle.dumps(loss.detach()))]
-    assert type(copies[0]) is type(o) and float(copies[0]) == float(copies[1]) == loss.item()
-    return loss
 
 
 class Halved(torch.autograd.Function):
@@ -192,26 +144,9 @@ class Scaled(Tensor):
         return super().__torch_function__(torch.mul if is_add else function, types, args, kwargs)
 
 
-def hooked(net: Net, x: Tensor, o: Tensor) -> Tensor:
-    loss = 2 * rows(o).mean()
-    loss.register_hook(lambda grad: grad / 2)
-    return loss
-
-
-def written_through_a_view(net: Net, x: Tensor, o: Tensor) -> Tensor:
-    both = torch.stack([rows(o).mean(), o.abs().mean()])
-    both[0].mul_(2)
-    return both.sum()
-
-
 def over_all(net: Net, x: Tensor, o: Tensor, ignored: Tensor, real: Tensor) -> dict[str, Tensor]:
     class_loss, box_loss = F.cross_entropy(o, ignored), F.smooth_l1_loss(o, real)
     return {"loss": class_loss + 2 * box_loss, "class": class_loss, "box": box_loss.detach()}
-
-
-def of_one_storage(net: Net, x: Tensor, o: Tensor) -> dict[str, Tensor]:
-    a, b = torch.stack([o.square().mean(), o.abs().mean()]).unbind()
-    return {"loss": a + b, "a": a.detach(), "b": b.detach()}
 
 
 def hits(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Any:
@@ -236,7 +171,6 @@ PENALTIES: dict[str, Callable[[Net], Any]] = {
     "norms of weights": lambda n: sum(p.norm() for p in n.parameters()),
     "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
     "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
-    "penalty on ones": lambda n: (n.ones * 2).abs().sum(),
     "nothing": lambda n: 0.0 * sum(p.sum() for p in n.parameters()),
 }
 """What is added to a mean."""
@@ -252,19 +186,12 @@ UNKNOWN_PENALTIES: dict[str, Callable[[Net], Any]] = {
 COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
     "a count": lambda m: m.sum(),
     "a clamped count": lambda m: m.sum().clamp(min=1),
-    "a count or 1": lambda m: m.sum().where(m.sum() > 0, 1),
     "a count plus 1e-12": lambda m: m.sum() + 1e-12,
-    "the larger of a count and 1": lambda m: torch.maximum(m.sum(), torch.ones(()).to(m)),
-    "the larger of 1 and a count": lambda m: torch.maximum(torch.ones(()).to(m), m.sum()),
 }
 """By what a masked sum is divided."""
 
 OTHER_DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "a count minus a number": lambda m: m.sum() - 0.5,
-    "a count plus twice 1": lambda m: torch.add(m.sum(), 1, alpha=2),
     "a count plus the number of samples": lambda m: m.sum() + len(m),
-    "a count in bfloat16": lambda m: m.bfloat16().sum() + 1,
-    "the largest entry plus 1": lambda m: m.max() + 1,
     "the clamped largest entry": lambda m: m.max().clamp(min=1),
     "a mean": lambda m: m.mean() + 1e-4,
 }
@@ -289,28 +216,11 @@ EXACT: dict[str, Callable[..., Any]] = {
     "kl batchmean": lambda n, x, o, part: F.kl_div(
         o.log_softmax(1), part.softmax(1), reduction="batchmean"
     ),
-    "kl sum": lambda n, x, o, part: nn.KLDivLoss(reduction="sum")(o.log_softmax(1), part),
-    "poisson": lambda n, x, o, part: F.poisson_nll_loss(o, part),
-    "gaussian": lambda n, x, o, real: F.gaussian_nll_loss(o, real, o.exp()),
     "soft margin": lambda n, x, o, sign: F.soft_margin_loss(o, sign),
     "multi margin": lambda n, x, o, y: F.multi_margin_loss(o, y),
-    "hinge embedding": lambda n, x, o, sign: F.hinge_embedding_loss(o, sign),
-    "multilabel soft margin": lambda n, x, o, part: F.multilabel_soft_margin_loss(o, part.round()),
-    "margin ranking": lambda n, x, o, sign: F.margin_ranking_loss(
-        o, o.roll(1, 1), sign, margin=0.1
-    ),
-    "cosine embedding": lambda n, x, o, real, sign: F.cosine_embedding_loss(o, real, sign[:, 0]),
-    "triplet": lambda n, x, o, real: F.triplet_margin_loss(o, real, real.flip(1)),
     "cosine similarity": lambda n, x, o, real: 1 - F.cosine_similarity(o, real).mean(),
-    "quantile": lambda n, x, o, real: torch.maximum(0.9 * (real - o), -0.1 * (real - o)).mean(),
     "mean of sums": lambda n, x, o: o.square().sum(1).mean(),
     "sum of means": lambda n, x, o: o.square().mean(0).sum(),
-    "mean along the batch": lambda n, x, o: torch.mean(
-        -0.5 * torch.sum(1 + o - o**2 - o.exp(), dim=1), dim=0
-    ),
-    "focal": focal,
-    "soft targets": lambda n, x, o, part: F.cross_entropy(o, part.softmax(1)),
-    "total variation": lambda n, x, o: (o[:, 1:] - o[:, :-1]).abs().mean(),
     "stacked": lambda n, x, o, real: torch.stack([F.mse_loss(o, real), F.l1_loss(o, real)]).mean(),
     "sorted by length": lambda n, x, o, growing: rows(o[growing.sort(descending=True)[1]]).mean(),
     "two largest classes": lambda n, x, o: o.topk(2).values.square().mean(),
@@ -335,19 +245,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "ignored": lambda n, x, o, ignored: F.cross_entropy(o, ignored),
     "nll": lambda n, x, o, ignored: F.nll_loss(o.log_softmax(1), ignored),
     "tokens": lambda n, x, o, tokens: cross_entropy_of_tokens(n, x, tokens),
-    "all options": lambda n, x, o, tokens: cross_entropy_of_tokens(
-        n,
-        x,
-        tokens.where(tokens >= 0, 3),
-        weight=CLASS_WEIGHT.to(o.device),
-        label_smoothing=0.1,
-        ignore_index=3,
-    ),
-    "images": lambda n, x, o, tokens: nn.NLLLoss(weight=CLASS_WEIGHT.to(o.device))(
-        n.tokens(x).transpose(1, 2)[..., None].log_softmax(1), tokens[..., None]
-    ),
     "scaled": lambda n, x, o, ignored: (2 * F.cross_entropy(o, ignored) - 1) / 4,
-    "subclass": lambda n, x, o, ignored: Smoothed()(o, ignored),
     "in place": in_place,
     "two counts, stacked": lambda n, x, o, ignored, tokens: torch.stack(
         [F.cross_entropy(o, ignored), cross_entropy_of_tokens(n, x, tokens)]
@@ -362,32 +260,18 @@ EXACT: dict[str, Callable[..., Any]] = {
         (-n.scale).exp() * F.cross_entropy(o, ignored)
         + n.scale * cross_entropy_of_tokens(n, x, tokens)
     ),
-    "checkpointed": lambda n, x, o, ignored: checkpoint(
-        F.cross_entropy, o, ignored, use_reentrant=False
-    ),
     "checkpointed, reentrant": lambda n, x, o, ignored: (
         checkpoint(F.cross_entropy, o, ignored, use_reentrant=True)
         if o.requires_grad
         else F.cross_entropy(o, ignored)
     ),
     "masked": lambda n, x, o, mask: masked_mean(rows(o), mask),
-    "masked tokens": lambda n, x, o, token_mask: masked_mean(
-        n.tokens(x).square().mean(-1), token_mask
-    ),
     "shifted mask": lambda n, x, o, token_mask: masked_mean(
         n.tokens(x).square().mean(-1)[:, 1:], token_mask[:, 1:]
     ),
     "mask of labels": lambda n, x, o, y: (rows(o) * (y != 2)).sum() / (y != 2).sum(),
-    "masked by sample": lambda n, x, o, token_mask: (
-        (n.tokens(x).square().mean(-1) * token_mask).sum(1) / (token_mask.sum(1) + 1)
-    ).mean(),
-    "selected": lambda n, x, o, real, mask: F.mse_loss(o[mask > 0], real[mask > 0]),
-    "selected, holes": lambda n, x, o, real, holes: Masked()(o, real, holes),
-    "selected by index": lambda n, x, o, mask: rows(o)[mask.nonzero()[:, 0]].mean(),
+    "selected": lambda n, x, o, real, holes: F.mse_loss(o[holes > 0], real[holes > 0]),
     "mean of selected": lambda n, x, o, mask: rows(o)[mask > 0].mean(),
-    "sum of selected by number": lambda n, x, o, mask: (
-        rows(o)[mask > 0].sum() / (mask > 0).sum().item()
-    ),
     "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
         F.cross_entropy(o, ignored_chunk, reduction="sum") / (ignored_chunk != -100).sum()
     ),
@@ -396,7 +280,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     ),
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
-    "logged": logged,
     # Not linear in means and sums.
     "masked mean in a checkpoint": lambda n, x, o, mask: checkpoint(
         lambda o: masked_mean(rows(o), mask), o, use_reentrant=False, preserve_rng_state=False
@@ -407,22 +290,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     ),
 }
 """Losses that are means and sums over samples, or computed from these."""
-
-if has_torch("2.6"):
-    EXACT["huber loss with weights"] = lambda n, x, o, real, part: F.huber_loss(
-        o, real, weight=part
-    )
-    EXACT["mse with weights"] = lambda n, x, o, real, part: F.mse_loss(o, real, weight=part)
-
-LIMITS: dict[str, Callable[[Tensor], Tensor]] = {
-    "median": lambda losses: losses.median(),
-    "nanmedian": lambda losses: losses.nanmedian(),
-    "quantile": lambda losses: losses.quantile(0.3),
-    "nanquantile": lambda losses: losses.nanquantile(0.3),
-    "kthvalue": lambda losses: losses.kthvalue(1).values,
-    "sort": lambda losses: losses.sort(descending=True).values[len(losses) // 2],
-}
-"""Only samples with a loss above such a limit count, as in online hard example mining."""
 
 UNCLEAR: dict[str, Callable[..., Any]] = {
     **{
@@ -457,14 +324,9 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         [rows(o).mean(), n.scale.abs(), torch.zeros(()).to(o)]
     ).sum(),
     "tensor subclass": lambda n, x, o: (o.as_subclass(Scaled) + 2.0).as_subclass(Tensor).sum(),
-    **{
-        f"cross entropy by length, times {factor}": (
-            lambda n, x, o, y, factor=factor: (
-                factor * F.cross_entropy(o, y, reduction="sum") / len(y)
-            )
-        )
-        for factor in (0.1, 0.5)
-    },
+    "small factor of a cross entropy by length": lambda n, x, o, y: (
+        0.1 * F.cross_entropy(o, y, reduction="sum") / len(y)
+    ),
     "time first": lambda n, x, o: (
         n.tokens(x).transpose(0, 1).square().mean(0).sum()
         + torch.einsum("nc,n->c", o, x[:, 0]).square().mean()
@@ -478,25 +340,18 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor.clamp(min=1).double()
     ),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
-    "dice of shares": dice_of_shares,
-    "ratios by a number": lambda n, x, o, part: (
-        sum((o[:, i] * part[:, i]).sum() / (o[:, i] ** 2 + 1).sum() for i in range(3)) / 3
-    ),
     "dot product": lambda n, x, o, weight: weight @ rows(o) / weight.sum(),
     "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
     "mean by a buffer": lambda n, x, o, real: F.mse_loss(o, real) / n.temperature,
     "several outputs": over_all,
-    "outputs of one storage": of_one_storage,
     "hits": hits,
-    "mean of masked by mean": lambda n, x, o, mask: (rows(o) * mask).mean() / mask.mean(),
-    "sum by the weights of classes": lambda n, x, o: (
-        (o.square() * CLASS_WEIGHT.to(o)).sum() / CLASS_WEIGHT.to(o).sum()
+    "sum by a sum of weights": lambda n, x, o: (
+        (o.square() * n.ones[:5].detach()).sum() / n.ones[:5].detach().sum()
     ),
+    "mean of masked by mean": lambda n, x, o, mask: (rows(o) * mask).mean() / mask.mean(),
     "added to a vector": lambda n, x, o, mask: (
         torch.zeros(1).to(o) + masked_mean(rows(o), mask)
     ).squeeze(),
-    "sum by positive ones": lambda n, x, o, holes: rows(o).sum() / holes.sum().clamp(min=1),
-    "not trained": not_trained,
     "updated in place": updated,
     "balance of experts": lambda n, x, o: (
         torch.histc(o.detach().argmax(1).double(), CLASSES, 0, CLASSES)
@@ -506,31 +361,17 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "dice": lambda n, x, o, mask: (
         1 - 2 * (o[:, 0].sigmoid() * mask).sum() / (o[:, 0].sigmoid().sum() + mask.sum())
     ),
-    "rmse": lambda n, x, o, real: F.mse_loss(o, real).sqrt(),
     "perplexity": lambda n, x, o, y: F.cross_entropy(o, y).exp(),
+    "mean times a statistic": lambda n, x, o: rows(o).mean() * x.abs().mean(),
     "product": lambda n, x, o, real: F.mse_loss(o, real) * o.abs().mean(),
     "statistics": lambda n, x, o: o.mean(0).square().sum(),
     "sum and mean": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum") + o.mean(),
     "sum and penalty": lambda n, x, o: o.square().sum() + n.head.weight.square().sum(),
-    "number of positions with a token": lambda n, x, o, token_mask: (
-        (n.tokens(x).square().mean(-1) * token_mask).sum() / (token_mask.sum(0) > 0).sum()
-    ),
-    "mean by a mean of others": lambda n, x, o, ignored, weight: (
-        F.cross_entropy(o, ignored) / weight.mean()
-    ),
-    "mean of a mask": lambda n, x, o, mask: (rows(o) * mask).sum() / mask.mean(),
     "means of columns with masks": lambda n, x, o, part: (
         (o.square() * (part > 0.4).double()).sum(0) / (part > 0.4).double().sum(0).clamp(min=1)
     ).mean(),
     "norm": (lambda n, x, o, real: (o - real).norm()),
-    "standard deviations": (
-        lambda n, x, o: (1 - torch.sqrt(o.var(0, correction=0) + 1e-4)).relu().mean()
-    ),
     "standard deviation of all": (lambda n, x, o: o.std()),
-    "count made a tensor": (
-        lambda n, x, o, mask: (rows(o) * mask).sum() / torch.tensor(int(mask.sum()))
-    ),
-    "largest integer": (lambda n, x, o, growing: rows(o).sum() / (growing.max() + 1)),
     "flag": (lambda n, x, o: rows(o).mean() * (2.0 if rows(o).mean() > 0.35 else 1.0)),
     "sum by the number of samples less one": (lambda n, x, o: rows(o).sum() / (len(x) - 1)),
     "contrastive": (
@@ -542,9 +383,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "similarities of pairs": (lambda n, x, o, real: F.mse_loss(o @ o.T, real @ real.T)),
     "similarities by their number": (
         lambda n, x, o, real: -F.logsigmoid(o @ real.T).sum() / len(x)
-    ),
-    "as long as the largest integer": (
-        lambda n, x, o, growing: rows(o).mean() * growing.bincount().double().square().mean()
     ),
     "classes in a loop": (lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique())),
     "branch": (lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
@@ -558,17 +396,8 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
 """What is computed from samples in other ways, and warned of, also where it is exact."""
 
 UNSEEN: dict[str, Callable[..., Any]] = {
-    **{
-        f"samples above their {name}": (
-            lambda n, x, o, limit=limit: rows(o)[rows(o) >= limit(rows(o))].mean()
-        )
-        for name, limit in LIMITS.items()
-        if name != "kthvalue"
-    },
+    "samples above their median": lambda n, x, o: rows(o)[rows(o) >= rows(o).median()].mean(),
     "the hardest samples": (lambda n, x, o: rows(o).topk(len(o) - len(o) // 3)[0].mean()),
-    "the first in an order": (
-        lambda n, x, o: rows(o)[rows(o).argsort()[: len(o) - len(o) // 3]].mean()
-    ),
     "largest of each class": (lambda n, x, o: (o / o.abs().max(0).values.detach()).square().mean()),
     "smaller of two": (
         lambda n, x, o, real: min([(o - real).square().mean(), (o + real).square().mean()])

@@ -254,11 +254,7 @@ MSE, CE = nn.MSELoss(), nn.CrossEntropyLoss()
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (
-            lambda _: BalancedCriterion(3),
-            ArgumentTypeError,
-            "must be a module or a function, got 3",
-        ),
+        (lambda _: BalancedCriterion(3), ArgumentTypeError, "a module or a function, got 3"),
         (lambda _: BalancedCriterion(MSE, broadcast="traget"), ArgumentError, "MSELoss.forward"),
         (lambda _: BalancedCriterion(MSE, loss_weight=3), ArgumentTypeError, "must be a function"),
         (lambda _: BalancedCriterion(partial(masked_mean), split="x"), ArgumentError, "'x'"),

@@ -97,6 +97,8 @@ ROWS: dict[str, Callable[..., Tensor]] = {
     "triplets": hardest,
     "mixup by flip": lambda m, x, y: mixed_up(m, x, lambda h: h.flip(0)),
     "mixup by roll": lambda m, x, y: mixed_up(m, x, lambda h: h.roll(1, 0)),
+    "mixup by cumsum": lambda m, x, y: mixed_up(m, x, lambda h: h.cumsum(0)),
+    "mixup by sort": lambda m, x, y: mixed_up(m, x, lambda h: h.sort(0).values),
     "normalization": lambda m, x, y: m.b(normalized(m.a(x))),
     "supervised contrast": contrasted,
     "softmax": lambda m, x, y: m.b(m.a(x).softmax(0)),
@@ -144,17 +146,6 @@ def parameter(*shape: int) -> nn.Parameter:
 def packed(m: Any, sequence: Tensor, lengths: Tensor) -> Tensor:
     rows = pack_padded_sequence(sequence, lengths.cpu(), batch_first=True, enforce_sorted=False)
     return m.b(pad_packed_sequence(m.rnn(rows)[0], True, total_length=LENGTH)[0])
-
-
-def with_memory(m: Any, sequence: Tensor) -> Tensor:
-    """Attention to what was before, by relative positions, as in Transformer-XL."""
-    h = m.a(sequence).transpose(0, 1)
-    both = torch.cat([h.detach(), h])
-    place = torch.einsum("ibd,jd->ijb", h, m.positions)
-    shifted = torch.cat([torch.zeros_like(place[:, :1]), place], 1)
-    shifted = shifted.view(place.size(1) + 1, place.size(0), -1)[1:].view_as(place)
-    scores = torch.einsum("ibd,jbd->ijb", h, both) + shifted
-    return m.b(torch.einsum("ijb,jbd->ibd", scores.softmax(1), both)).transpose(0, 1)
 
 
 def u_net(m: Any, image: Tensor) -> Tensor:
@@ -213,21 +204,6 @@ def variational(m: Any, row: Tensor) -> Tensor:
     return ((m.back(z) - row).square().sum(1) + divergence).mean()
 
 
-def mixture(m: Any, row: Tensor, kind: Tensor) -> Tensor:
-    mean, scale, weight = m.a(row)[:, :6].chunk(3, 1)
-    normal = torch.distributions.Normal(mean, scale.exp())
-    return -torch.logsumexp(weight.log_softmax(1) + normal.log_prob(kind[:, None] * 1.0), 1).mean()
-
-
-def waves(m: Any, sequence: Tensor) -> Tensor:
-    h = skipped = m.stem(sequence)
-    for layer in m.layers:
-        value, gate = layer(F.pad(h, (1, 0))).chunk(2, 1)
-        h = h + value.tanh() * gate.sigmoid()
-        skipped = skipped + h
-    return skipped.relu().mean(2)
-
-
 def pooled(m: Any, sequence: Tensor, boxes: Tensor) -> Tensor:
     h, kept = m.a(sequence), boxes[..., None]
     return m.b((h * kept).sum(1) / (1 + kept.sum(1)) + (m.q(h).softmax(1) * h).sum(1))
@@ -241,19 +217,13 @@ MODELS: dict[str, nn.Module] = {
     "classifier": net(lambda m, row, kind: F.cross_entropy(m.b(m.a(row)), kind)),
     "resnet": convolutional(residual(), nn.MaxPool2d(2), residual()),
     "squeeze and excite": convolutional(squeezed()),
-    "depthwise": convolutional(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1)),
     "group norm": convolutional(nn.GroupNorm(2, 8)),
     "instance norm": convolutional(nn.InstanceNorm2d(8)),
     "spectral norm": convolutional(nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 1))),
-    "conv1d": net(
-        lambda m, sequence: m.n(m.c(sequence)), c=nn.Conv1d(5, 4, 3), n=nn.BatchNorm1d(4)
-    ),
     "conv3d": net(lambda m, image: m.c(image[:, None]).relu().mean((2, 3)), c=nn.Conv3d(1, 4, 3)),
     "u-net": net(u_net, **image, deep=nn.Conv2d(8, 8, 3, padding=1), up=nn.Conv2d(16, 2, 1)),
     "spatial transformer": net(spatial_transformer, **image, where=nn.Linear(192, 6)),
     "lstm, packed": net(packed, rnn=nn.LSTM(WIDTH, 8, 2, batch_first=True)),
-    "gru, packed": net(packed, **rnn),
-    "cells": net(lambda m, sequence: m.b(m.c(sequence[:, 0])), c=nn.GRUCell(WIDTH, 8)),
     "transformer": net(
         lambda m, sequence: m.all(sequence, sequence[:, :3]),
         all=nn.Transformer(WIDTH, 2, 1, 1, 8, batch_first=True),
@@ -261,7 +231,6 @@ MODELS: dict[str, nn.Module] = {
     "decoder, length first": net(
         lambda m, long: m.all(long[1:], long), all=nn.TransformerDecoderLayer(WIDTH, 2, 8)
     ),
-    "memory": net(with_memory, positions=parameter(2 * LENGTH, 8)),
     "mixer": net(lambda m, sequence: m.b(m.a(sequence + m.t(sequence.mT).mT)), t=nn.Linear(5, 5)),
     "fourier": net(lambda m, sequence: m.b(torch.fft.fft2(m.a(sequence)).real).mean(1)),
     "scan": net(lambda m, sequence: m.b(m.a(sequence).cumsum(1).flip(1).roll(1, 1))),
@@ -287,8 +256,6 @@ MODELS: dict[str, nn.Module] = {
     ),
     "towers": net(lambda m, row, words: (m.a(row) * m.words(words).mean(1)).sum(1), **words),
     "triplets": net(lambda m, sequence: F.triplet_margin_loss(*m.a(sequence).unbind(1)[:3])),
-    "mixture density": net(mixture),
-    "waves": net(waves, stem=nn.Conv1d(5, 4, 1), layers=nn.ModuleList(2 * [nn.Conv1d(4, 8, 2)])),
     "pairs of fields": net(lambda m, sequence: m.a(sequence) @ m.a(sequence).mT @ m.a(sequence)),
     "gumbel": net(lambda m, row: m.b(F.gumbel_softmax(m.a(row), hard=True))),
     "chosen samples": net(lambda m, row, chosen: m.a(row[chosen > 0]).tanh().square().mean()),
@@ -308,14 +275,12 @@ def test_usual_models_do_not_mix_samples(name, gpu0_bsz):
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32}
 HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16}
 OTHERS: dict[str, dict[str, Any]] = {
-    "AlbertForMaskedLM": {"embedding_size": 8, **TINY},
     "MambaForCausalLM": TINY,
     "Qwen3ForCausalLM": {"head_dim": 8, "num_key_value_heads": 2, **TINY},
     "XLNetLMHeadModel": {"d_model": 16, "n_head": 2, "n_layer": 2},
     "BartForConditionalGeneration": {"encoder_layers": 1, "decoder_layers": 1, **HEADS},
     "SwinModel": {"image_size": 32, "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2]},
     "ConvNextModel": {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
-    "CLIPVisionModel": {"patch_size": 8, **TINY},
 }
 FAMILIES = ["gpt2", "llama", "mixtral", "t5", "vit", "whisper", "bert masked", "bert answers"]
 
