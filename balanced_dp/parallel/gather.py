@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,6 @@ from ..errors import GatherError
 from . import nested
 from .losses.join import Call, is_loss
 from .losses.weights import moved, total
-
-_REMEDY = (
-    "return a row for each sample, or a 0-dim mean; pad all chunks to one length (total_length=); "
-    "compare each pair of samples outside, or with gather=False; write squeeze(-1), not squeeze()"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +56,8 @@ class Gather:
             self.call.warn(path, reason, "Call the model with use_cache=False")
             return None
         named = [dict(nested.checked_items(one, path, GatherError) or ()) for one in outputs]
-        if isinstance(first, dict | list) and first and any(other is first for other in others):
+        is_mutable = isinstance(first, MutableMapping | MutableSequence)
+        if is_mutable and first and others and all(other is first for other in others):
             fact = f"is one {type(first).__name__} that all replicas share and write"
             raise _error(path, f"{fact}; return a new one from each forward")
         if self._are_entries(outputs, path):
@@ -70,7 +66,7 @@ class Gather:
         forms = [(type(one), items.keys()) for one, items in zip(outputs, named, strict=True)]
         if any(form != forms[0] for form in forms):
             raise _differ(path, outputs, "different structures")
-        if not named[0]:
+        if nested.items(first) is None:
             if not all(_equal(first, other) for other in others):
                 raise _differ(path, outputs, "different values")
             return first
@@ -80,7 +76,8 @@ class Gather:
     def _are_entries(self, lists: Sequence[Any], path: str) -> bool:
         """Return whether lists have an entry for each sample, rather than items for all of them."""
         sizes = list(self.call.chunk_sizes or ())
-        if {*map(type, lists)} - {list, tuple} or [*map(len, lists)] != sizes or len(sizes) < 2:
+        are_lists = all(isinstance(o, list | tuple) and not hasattr(o, "_fields") for o in lists)
+        if not are_lists or [*map(len, lists)] != sizes or len(sizes) < 2:
             return False
         if len(set(sizes)) > 1:
             return True
@@ -88,7 +85,7 @@ class Gather:
         lengths = [{n for t in own for n in t.shape[self.call.dim :][:1]} for own in columns]
         are_items = {sizes[0]} in lengths or (bool(lengths) and not any(lengths))
         # A list of one item is one output, but a list of one dictionary may be one detection.
-        may_be_entries = sizes[0] > 1 or isinstance(lists[0][0], dict)
+        may_be_entries = sizes[0] > 1 or isinstance(lists[0][0], MutableMapping)
         if are_items and isinstance(lists[0], list) and may_be_entries:
             reason = f"it is as long as each chunk, {sizes[0]}, and is joined item by item"
             remedy = "Return a tensor of entries of samples, or a tuple of items of all samples"
@@ -104,12 +101,13 @@ class Gather:
         shapes = {tensor.shape for tensor in tensors}
         # A tensor with one entry for several samples counts as a number.
         if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 < max(sizes)):
-            joined = self._number([tensor.reshape(()) for tensor in tensors], path)
+            joined = self._number([t.reshape(()) if t.dim() else t for t in tensors], path)
             return joined if joined.dim() else joined.reshape(first.shape)
         rank = max(map(len, shapes))
-        dim, pairs = self.call.dim % rank, zip(tensors, sizes, strict=True)
+        dim = self.call.dim + rank * (self.call.dim < 0)
         # squeeze() has removed the batch dimension of a chunk of one sample.
-        rows = [t.unsqueeze(dim) if (size, t.dim()) == (1, rank - 1) else t for t, size in pairs]
+        at, pairs = min(dim, rank - 1), zip(tensors, sizes, strict=True)
+        rows = [t.unsqueeze(at) if (size, t.dim()) == (1, rank - 1) else t for t, size in pairs]
         axis = self._axis([tensor.shape for tensor in rows], dim, path)
         # torch gives its own autograd functions no types.
         return Concatenate.apply(self.device, axis, *rows)  # type: ignore[no-untyped-call, no-any-return]
@@ -142,7 +140,8 @@ class Gather:
         axes = differing or ([dim] if dim in following else exact)
         if len(axes) != 1 or axes[0] not in (dim, *following):
             fact = f"has shapes {[*map(tuple, shapes)]} for chunks of {sizes}"
-            raise _error(path, f"{fact}; its samples are not along one dimension: {_REMEDY}")
+            remedy = "return rows or a 0-dim mean, pad to total_length=, compare samples outside"
+            raise _error(path, f"{fact}, not along one dimension: {remedy}, and use squeeze(-1)")
         own = lengths[axes[0]]
         if sizes and own != sizes and any(own):
             reason = f"it has {own} rows for chunks of {sizes}, in the order of the devices"

@@ -60,8 +60,8 @@ def on_one_device(module: ModuleT, device: torch.device) -> Iterator[ModuleT]:
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor and its gradient; the tensor keeps its identity."""
-    if tensor.device == device:
+    """Move a tensor and its gradient; the tensor keeps its identity. An offloaded one stays."""
+    if tensor.device == device or tensor.is_meta:
         return
     grad, tensor.grad = tensor.grad, None
     moved = tensor.detach().to(device)

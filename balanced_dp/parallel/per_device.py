@@ -59,11 +59,13 @@ class PerDevice(Scattered):
         idle_workers: list[Workers],
     ) -> None:
         self._outputs = tuple(call.in_place(outputs, output_device))
-        self._call = replace(call, arguments=(), counted=())  # whose tensors are not kept alive
-        self.devices = tuple(call.devices)
-        self.chunk_sizes = None if call.chunk_sizes is None else tuple(call.chunk_sizes)
         self.output_device = output_device
         self.dim = call.dim
+        self.devices = tuple(call.devices)
+        self.chunk_sizes = None if call.chunk_sizes is None else tuple(call.chunk_sizes)
+        # Another record, which keeps neither the model nor the arguments of its call alive.
+        split = self.devices, self.chunk_sizes, self.dim
+        self._call = Call(call.history, type(self).gather, *split, call.scalar_outputs)
         self._idle_workers = idle_workers
 
     def __len__(self) -> int:
@@ -121,9 +123,7 @@ class PerDevice(Scattered):
             ArgumentError: ``scalar_outputs`` is none of these.
         """
         check_options(scalar_outputs)
-        call = replace(
-            self._call, function=function, scalar_outputs=scalar_outputs, loss_weight=None
-        )
+        call = replace(self._call, function=function, scalar_outputs=scalar_outputs)
         inputs = Inputs(function, (self, *args), kwargs, self.dim, warned=call.history.warned)
         return self._run([function] * len(self), inputs, call)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import warnings
 from contextlib import nullcontext
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 
 from balanced_dp import BalancedDataParallel, BalanceWarning, GatherError
@@ -112,6 +114,33 @@ def test_a_single_tensor_stays_as_it_is():
         assert (len(entries), rows.shape, number.shape) == (batch_size, (batch_size,), (1,))
 
 
+@pytest.mark.parametrize("make", [dict, list, collections.UserDict, collections.deque])
+def test_what_replicas_share_and_write_is_refused(make):
+    """The rows of the last replica came back for each of them."""
+    shared = make()
+    fill = getattr(shared, "append", lambda rows: shared.update(rows=rows))
+
+    def forward(_, x):
+        shared.clear()
+        fill(x)
+        return shared
+
+    with pytest.raises(GatherError, match="that all replicas share and write"):
+        split(forward)(torch.ones(8, 2))
+
+
+@pytest.mark.parametrize("k", [3, 6])
+def test_an_output_may_have_fewer_dimensions_than_dim(k):
+    """Its last one took the place of the batch's."""
+    model = split(lambda _, x: x.sum((0, 1, 3)) * torch.ones(k, 1), None, dim=2)
+    x = torch.randn(5, 2, 12, 4)
+    if k == 3:  # as many as samples in each chunk
+        with pytest.raises(GatherError):
+            model(x)
+    else:
+        torch.testing.assert_close(model(x), model.module(x))
+
+
 # Any rank, any place of the batch, any number of rows, any split.
 
 
@@ -187,6 +216,20 @@ def test_detections_are_joined_by_image_or_warned_of(batch_size, num_boxes):
     assert len(found) == batch_size or "as long as each chunk" in str(told[0].message)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("gather", [True, False])
+def test_a_loss_may_have_dimensions(shape, gather):
+    """Left on the devices, it was averaged by samples."""
+    y = torch.tensor([-100, -100, 1, -100, -100, 0, 2, 1, 2, 0, 1, 2])
+    model = split(lambda _, x: functional.cross_entropy(x, y[x[:, 0].long()]).view(shape), None)
+    model.gathers_outputs = gather
+    x = torch.arange(36.0).view(12, 3)
+    x[:, 0] = torch.arange(12)
+    found = model(x)
+    torch.testing.assert_close(found if gather else found[1], model.module(x))
+    torch.testing.assert_close(found if gather else found.gather(), model.module(x))
+
+
 # The remedy of each error and warning.
 
 
@@ -202,7 +245,7 @@ NO_ROWS, ROWS, LIST = "not along one dimension", r"\(N, rows, \.\.\.\)", "a tupl
 REMEDIES = [
     (padded, "total_length=", "total_length=", lambda m, x: padded(m, x, total_length=5)),
     # In chunks of one size pairs have the shape of rows.
-    (lambda m, x: x @ x.T, "each pair of samples outside", None, lambda m, x: x),
+    (lambda m, x: x @ x.T, "compare samples outside", None, lambda m, x: x),
     (lambda m, x: x.mean(0), NO_ROWS, None, lambda m, x: x.mean()),
     (lambda m, x: x.mean(0, keepdim=True), NO_ROWS, None, lambda m, x: x.mean()),
     (lambda m, x: x.amax(1)[:2], ROWS, NO_ROWS, lambda m, x: x.amax(1)),

@@ -109,7 +109,7 @@ def _exchange(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the function of a replica; its cross entropies are added to the list of the call."""
     call = current_call.get()
-    token = _of_replica.set(call.counted[index] if call and call.counted else None)
+    token = _of_replica.set(call.counted[index] if call and index < len(call.counted) else None)
     try:
         return function(*args, **kwargs)
     finally:

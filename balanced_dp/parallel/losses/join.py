@@ -108,6 +108,7 @@ class Call:
             graph is followed to the means and sums of losses.
         loss_weight: the weight of each replica's losses; if None, the graph determines it.
         arguments: the arguments of each replica.
+        owner: the model whose call it is, or None.
     """
 
     history: OutputHistory
@@ -118,6 +119,7 @@ class Call:
     scalar_outputs: ScalarOutputs = "auto"
     loss_weight: Callable[..., Any] | str | None = None
     arguments: Sequence[Arguments] = ()
+    owner: Any = None
     counted: Sequence[list[Counted]] = ()
     _weights: list[Any] = field(default_factory=list)
 
@@ -356,10 +358,11 @@ class Call:
         """
         if self.scalar_outputs != "auto" or len(outputs) < 2:
             return outputs
-        losses = [{n: v for n, v in nested.leaves(output) if is_loss(v)} for output in outputs]
+        most = max(self.chunk_sizes or [0])
+        losses = [{n: v for n, v in nested.leaves(o) if is_loss(v, most)} for o in outputs]
         joined = {
-            name: self.join([own[name] for own in losses], name, device)
-            for name in losses[0]
+            name: self.join([own[name].reshape(()) for own in losses], name, device).view_as(value)
+            for name, value in losses[0].items()
             if all(name in own for own in losses)
         }
         return [
@@ -394,11 +397,15 @@ class Call:
         return getattr(self.function, "__code__", id(self.function))
 
 
-def is_loss(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a 0-dim tensor of a type that has means, as losses are."""
+def is_loss(value: object, num_samples: int = 0) -> TypeGuard[Tensor]:
+    """Return whether a value is one number of a type that has means, as losses are.
+
+    A tensor with one entry in one dimension or more counts only for several samples.
+    """
     return (
         isinstance(value, Tensor)
-        and not value.dim()
+        and value.numel() == 1
+        and (not value.dim() or num_samples > 1)
         and (value.is_floating_point() or value.is_complex())
     )
 
