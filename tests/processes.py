@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+TIMEOUT_S = 600
 HAS_FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 CONTEXT = multiprocessing.get_context("forkserver" if HAS_FORKS else "spawn")
 CONTEXT.set_forkserver_preload(
@@ -36,14 +37,11 @@ def python(
 
 
 def pythons(
-    environs: Sequence[Mapping[str, str]],
-    *arguments: str,
-    cwd: str | Path = ".",
-    timeout_s: float | None = None,
+    environs: Sequence[Mapping[str, str]], *arguments: str, cwd: str | Path = "."
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run it in each environment at the same time; if one fails, kill the others.
 
-    Processes that run longer than ``timeout_s`` are killed, too.
+    Processes that run longer than ``TIMEOUT_S`` are killed, too.
     """
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -55,9 +53,9 @@ def pythons(
             told = (arguments, files, cwd, dict(environ))
             processes.append(CONTEXT.Process(target=_run, args=told))
             processes[-1].start()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + TIMEOUT_S
         while running := [process for process in processes if process.exitcode is None]:
-            left = None if deadline is None else max(0, deadline - time.monotonic())
+            left = max(0, deadline - time.monotonic())
             wait([process.sentinel for process in running], left)
             if left == 0 or any(process.exitcode for process in processes):
                 for process in running:
@@ -88,7 +86,7 @@ def run_ranks(*command: str | Path, num_processes: int) -> tuple[int, str]:
         "LOCAL_WORLD_SIZE": str(num_processes),
     }
     environs = [{**shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(num_processes)]
-    done = pythons(environs, *map(str, command), timeout_s=300)
+    done = pythons(environs, *map(str, command))
     output = "".join(rank.stdout + rank.stderr for rank in done)
     return next((rank.returncode for rank in done if rank.returncode), 0), output
 

@@ -85,13 +85,9 @@ def test_models_with_a_probe_are_pickled(emulate):
 # The logger.
 
 
-def a_model(emulate):
-    return BalancedDataParallel(1, nn.Linear(100, 50).to(emulate(2)[0]))
-
-
 @pytest.mark.parametrize("wraps", [lambda write: write, lambda w: SimpleNamespace(add_scalar=w)])
 def test_a_record_every_third_step(wraps, emulate):
-    model, written = a_model(emulate), []
+    model, written = BalancedDataParallel(1, nn.Linear(100, 50).to(emulate(2)[0])), []
     logger = MemoryLogger(model, wraps(lambda *record: written.append(record)), every=3)
     for step in range(7):
         model(torch.randn(100 * (step + 1), 100)).sum().backward()

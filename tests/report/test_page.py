@@ -41,9 +41,8 @@ def test_the_structure_for_screen_readers(report, pages):
         assert (box.get("tabindex"), box.get("role")) == ("0", "region")
         assert {header.get("scope") for header in box.findall("table/thead/tr/th")} == {"col"}
         assert all(row.find("th").get("scope") == "row" for row in box.findall("table/tbody/tr"))
-    assert [row.findtext("th/span") for row in page.findall(".//tr[@class='marked']")] == [
-        " (marked)"
-    ] * 3
+    marked = page.findall(".//tr[@class='marked']")
+    assert [row.findtext("th/span") for row in marked] == [" (marked)"] * 3
     plots = page.findall(".//figure")
     assert [plot.find("div").get("role") for plot in plots] == ["img"] * 2
     assert all(p.find("div").get("aria-label").startswith(p.findtext("figcaption")) for p in plots)

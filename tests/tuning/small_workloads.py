@@ -56,7 +56,7 @@ def token_loss(logits, targets):
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def mlp():  # more memory for weights than for activations
@@ -71,13 +71,6 @@ def convolutions():
     first = nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(inplace=True)
     second = nn.MaxPool2d(2), nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(inplace=True)
     return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
-
-
-def recurrent():
-    lstm = nn.LSTM(256, 2048, batch_first=True)
-    return Lambda(
-        lambda self, x: self.head(self.lstm(x)[0][:, -1]), lstm=lstm, head=nn.Linear(2048, 5)
-    )
 
 
 def char_transformer():
@@ -107,8 +100,7 @@ def mixture_of_experts():  # experts hold most of the parameters, and a gate wei
 
 mlp = small(mlp, classes(1000, 1024))
 wide_output = small(wide_output, classes(4000, 64))
-small(convolutions, classes(10, 3, 64, 64), make_optimizer=functools.partial(SGD, momentum=0.9))
-small(recurrent, classes(5, 2, 256), make_optimizer=SGD)
+small(convolutions, classes(10, 3, 64, 64), make_optimizer=SGD)
 small(char_transformer, tokens(60, 64), token_loss)
 small(tied_transformer, tokens(5000, 64), token_loss)
 small(loss_inside, tokens(60, 64), lambda loss, _: loss)

@@ -63,7 +63,6 @@ def value_of_auto(workload, batch_size, num_devices):
         ("mlp", 3, 50),
         ("mixture_of_experts", 3, 24),
         pytest.param("mixture_of_experts", 8, 48, marks=pytest.mark.slow),
-        pytest.param("recurrent", 4, 24, marks=pytest.mark.slow),
         pytest.param("tied_transformer", 6, 14, marks=pytest.mark.slow),
         pytest.param("loss_inside", 5, 18, marks=pytest.mark.slow),
     ],
