@@ -333,12 +333,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     ),
     # Others.
     "filled": lambda n, x, o, mask: rows(o).masked_fill(mask == 0, 0).sum() / mask.sum(),
-    "concatenated": lambda n, x, o, mask: torch.cat(
-        [masked_mean(rows(o), mask).view(1), masked_mean(o.abs().mean(1), mask).view(1)]
-    ).sum(),
-    "sum by a tensor, floored": lambda n, x, o, ignored, num_items_tensor: (
-        F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor.clamp(min=1).double()
-    ),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
     "dot product": lambda n, x, o, weight: weight @ rows(o) / weight.sum(),
     "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
@@ -349,9 +343,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         (o.square() * n.ones[:5].detach()).sum() / n.ones[:5].detach().sum()
     ),
     "mean of masked by mean": lambda n, x, o, mask: (rows(o) * mask).mean() / mask.mean(),
-    "added to a vector": lambda n, x, o, mask: (
-        torch.zeros(1).to(o) + masked_mean(rows(o), mask)
-    ).squeeze(),
     "updated in place": updated,
     "balance of experts": lambda n, x, o: (
         torch.histc(o.detach().argmax(1).double(), CLASSES, 0, CLASSES)
@@ -374,16 +365,10 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "standard deviation of all": (lambda n, x, o: o.std()),
     "flag": (lambda n, x, o: rows(o).mean() * (2.0 if rows(o).mean() > 0.35 else 1.0)),
     "sum by the number of samples less one": (lambda n, x, o: rows(o).sum() / (len(x) - 1)),
-    "contrastive": (
-        lambda n, x, o, real: F.cross_entropy(o @ real.T, torch.arange(len(x), device=x.device))
-    ),
     "sum by a deviation": (lambda n, x, o, real: (o - real).square().sum() / real.std().item()),
     "one sample": (lambda n, x, o: rows(o)[0]),
     "halved gradient": (lambda n, x, o: Halved.apply(rows(o).mean())),
     "similarities of pairs": (lambda n, x, o, real: F.mse_loss(o @ o.T, real @ real.T)),
-    "similarities by their number": (
-        lambda n, x, o, real: -F.logsigmoid(o @ real.T).sum() / len(x)
-    ),
     "classes in a loop": (lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique())),
     "branch": (lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
     "balanced cross entropy": (

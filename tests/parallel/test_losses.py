@@ -106,19 +106,6 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
         assert text.endswith("model.check(batch) shows by how much")
 
 
-@pytest.mark.parametrize(("gpu0_bsz", "size"), [(1, 13), (None, 12)])
-def test_a_metric_in_evaluation_is_told_from_the_loss(gpu0_bsz, size):
-    def loss(n: Net, x: Tensor, o: Tensor, ignored: Tensor, real: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            functional.cross_entropy(o / 2, ignored.clamp(min=0))
-        return functional.cross_entropy(o, ignored) + functional.mse_loss(o, real)
-
-    model, bare = make(loss, gpu0_bsz)
-    assert step(model, bare, True, given_to(loss, size)) == (True, [])
-    is_exact, told = step(model, bare, False, given_to(loss, size))
-    assert is_exact or told
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -162,13 +149,10 @@ def test_chunks_of_one_size(name, size):
     loss = EXACT.get(name) or UNCLEAR[name]
     model, bare = make(loss, None)
     is_exact, told = step(model, bare, True, given_to(loss, size))
-    assert is_exact or told or name in SILENT_IN_EVEN_SPLITS
+    assert is_exact or told or name in SILENT
 
 
-SILENT_IN_EVEN_SPLITS = (
-    *("mean times length", "branch", "balanced cross entropy"),
-    *("similarities of pairs", "similarities by their number"),
-)
+SILENT = "mean times length", "branch", "balanced cross entropy", "similarities of pairs"
 
 
 CROSS_ENTROPIES = {
@@ -450,20 +434,24 @@ def test_a_complex_mean():
     torch.testing.assert_close(model(X), bare(X))
 
 
+@pytest.mark.parametrize("has_metric", [True, False])
 @pytest.mark.parametrize(("gpu0_bsz", "size"), [(None, 12), (1, 13)])
-def test_evaluation_with_other_arguments_does_not_add_up(gpu0_bsz, size):
+def test_evaluation_with_other_arguments_or_a_metric(gpu0_bsz, size, has_metric):
     """Trained with the number of items of the batch, and evaluated by that of samples."""
 
     def loss(n: Net, x: Tensor, o: Tensor, y: Tensor, num_items: int | None = None) -> Tensor:
+        if has_metric and not torch.is_grad_enabled():
+            functional.cross_entropy(o / 2, y)
         losses = functional.cross_entropy(o, y, reduction="sum")
         return (losses * 1) / (len(x) if num_items is None else num_items)
 
     model, bare = make(loss, gpu0_bsz)
-    given = {"x": X[:size], "y": Y[:size]}
     num_items = torch.tensor(40) if gpu0_bsz is None else 40
-    assert step(model, bare, True, {**given, "num_items": num_items}) == (True, [])
+    given = {"x": X[:size], "y": Y[:size], "num_items": num_items}
+    assert step(model, bare, True, given) == (True, [])
+    given["num_items"] = num_items if has_metric else None
     is_exact, told = step(model, bare, False, given)
-    assert is_exact and ("it has other arguments" in told[0])
+    assert is_exact is not has_metric and "other cross entropies" in told[0]
 
 
 def test_evaluation_with_fewer_cross_entropies_in_a_chunk():

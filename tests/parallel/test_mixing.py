@@ -154,11 +154,6 @@ def u_net(m: Any, image: Tensor) -> Tensor:
     return m.up(torch.cat([F.interpolate(deep, scale_factor=2.0), first], 1))
 
 
-def spatial_transformer(m: Any, image: Tensor) -> Tensor:
-    grid = F.affine_grid(m.where(image.flatten(1)).view(-1, 2, 3), image.shape, False)
-    return m.down(F.grid_sample(image, grid, align_corners=False))
-
-
 def graph_attention(m: Any, sequence: Tensor, edges: Tensor) -> Tensor:
     h = m.a(sequence)
     scores = F.leaky_relu((h @ m.one)[:, :, None] + (h @ m.other)[:, None])
@@ -197,13 +192,6 @@ def ctc(m: Any, sequence: Tensor, words: Tensor) -> Tensor:
     return F.ctc_loss(shares, 1 + words[:, :2] % 2, *lengths, zero_infinity=True)
 
 
-def variational(m: Any, row: Tensor) -> Tensor:
-    mean, log_var = m.a(row).chunk(2, 1)
-    z = mean + torch.randn_like(mean) * (0.5 * log_var).exp()
-    divergence = -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1)
-    return ((m.back(z) - row).square().sum(1) + divergence).mean()
-
-
 def pooled(m: Any, sequence: Tensor, boxes: Tensor) -> Tensor:
     h, kept = m.a(sequence), boxes[..., None]
     return m.b((h * kept).sum(1) / (1 + kept.sum(1)) + (m.q(h).softmax(1) * h).sum(1))
@@ -222,7 +210,6 @@ MODELS: dict[str, nn.Module] = {
     "spectral norm": convolutional(nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 1))),
     "conv3d": net(lambda m, image: m.c(image[:, None]).relu().mean((2, 3)), c=nn.Conv3d(1, 4, 3)),
     "u-net": net(u_net, **image, deep=nn.Conv2d(8, 8, 3, padding=1), up=nn.Conv2d(16, 2, 1)),
-    "spatial transformer": net(spatial_transformer, **image, where=nn.Linear(192, 6)),
     "lstm, packed": net(packed, rnn=nn.LSTM(WIDTH, 8, 2, batch_first=True)),
     "transformer": net(
         lambda m, sequence: m.all(sequence, sequence[:, :3]),
@@ -250,10 +237,6 @@ MODELS: dict[str, nn.Module] = {
     ),
     "detector": net(detector),
     "autoencoder": net(lambda m, row: F.mse_loss(m.c(m.a(row)), row), c=nn.Linear(8, WIDTH)),
-    "variational": net(variational, back=nn.Linear(4, WIDTH)),
-    "twins": net(
-        lambda m, row, kind: F.cosine_embedding_loss(m.a(row), m.a(row.flip(1)), 2 * (kind > 0) - 1)
-    ),
     "towers": net(lambda m, row, words: (m.a(row) * m.words(words).mean(1)).sum(1), **words),
     "triplets": net(lambda m, sequence: F.triplet_margin_loss(*m.a(sequence).unbind(1)[:3])),
     "pairs of fields": net(lambda m, sequence: m.a(sequence) @ m.a(sequence).mT @ m.a(sequence)),
