@@ -40,10 +40,7 @@ def split(forward, gpu0_bsz=1, num_devices=4, **options):
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        (
-            [{"n": 3}, {"n": 4}],
-            r"output n cannot be joined: .* values \(3, 4\); return tensors, or",
-        ),
+        ([{"n": 3}, {"n": 4}], r"output n cannot be joined: .* \(3, 4\); return tensors, or"),
         ([[1, 2], [1]], r"output \(the whole\) .* the replicas returned different structures"),
         ([{"a": 1}, {"b": 1}], r"returned different structures \(\{'a': 1\}, \{'b': 1\}\)"),
         ([None, torch.zeros(2)], r"returned different structures \(None, \(2,\)\)"),

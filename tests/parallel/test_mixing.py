@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel, BalanceWarning
 
@@ -201,8 +200,6 @@ words, rnn = {"words": nn.Embedding(9, 8)}, {"rnn": nn.GRU(WIDTH, 8, batch_first
 image = {"down": nn.Conv2d(3, 8, 3, padding=1)}
 
 MODELS: dict[str, nn.Module] = {
-    "mlp": net(lambda m, row: m.b(F.dropout(m.a(row).relu(), 0.2))),
-    "classifier": net(lambda m, row, kind: F.cross_entropy(m.b(m.a(row)), kind)),
     "resnet": convolutional(residual(), nn.MaxPool2d(2), residual()),
     "squeeze and excite": convolutional(squeezed()),
     "group norm": convolutional(nn.GroupNorm(2, 8)),
@@ -211,10 +208,6 @@ MODELS: dict[str, nn.Module] = {
     "conv3d": net(lambda m, image: m.c(image[:, None]).relu().mean((2, 3)), c=nn.Conv3d(1, 4, 3)),
     "u-net": net(u_net, **image, deep=nn.Conv2d(8, 8, 3, padding=1), up=nn.Conv2d(16, 2, 1)),
     "lstm, packed": net(packed, rnn=nn.LSTM(WIDTH, 8, 2, batch_first=True)),
-    "transformer": net(
-        lambda m, sequence: m.all(sequence, sequence[:, :3]),
-        all=nn.Transformer(WIDTH, 2, 1, 1, 8, batch_first=True),
-    ),
     "decoder, length first": net(
         lambda m, long: m.all(long[1:], long), all=nn.TransformerDecoderLayer(WIDTH, 2, 8)
     ),
@@ -228,15 +221,7 @@ MODELS: dict[str, nn.Module] = {
     "ctc": net(ctc),
     "graph attention": net(graph_attention, one=parameter(8), other=parameter(8)),
     "experts": net(experts, gate=nn.Linear(8, 4), experts=nn.ModuleList(4 * [nn.Linear(8, 8)])),
-    "checkpoint": net(lambda m, row: m.b(checkpoint(m.a, row, use_reentrant=False))),
-    "checkpoint, reentrant": net(
-        lambda m, row: m.b(checkpoint(m.c, m.a(row), use_reentrant=True)), c=nn.Linear(8, 8)
-    ),
-    "compiled": net(
-        lambda m, row: m.b(m.c(row)), c=torch.compile(nn.Linear(6, 8), backend="eager")
-    ),
     "detector": net(detector),
-    "autoencoder": net(lambda m, row: F.mse_loss(m.c(m.a(row)), row), c=nn.Linear(8, WIDTH)),
     "towers": net(lambda m, row, words: (m.a(row) * m.words(words).mean(1)).sum(1), **words),
     "triplets": net(lambda m, sequence: F.triplet_margin_loss(*m.a(sequence).unbind(1)[:3])),
     "pairs of fields": net(lambda m, sequence: m.a(sequence) @ m.a(sequence).mT @ m.a(sequence)),
@@ -255,7 +240,7 @@ def test_usual_models_do_not_mix_samples(name, gpu0_bsz):
     assert not mixes(found), found
 
 
-TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32}
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16}
 OTHERS: dict[str, dict[str, Any]] = {
     "MambaForCausalLM": TINY,
