@@ -152,10 +152,7 @@ def test_speed_and_samples_on_accelerators():
         ("net.body = nn.DataParallel(net.head)", "net.body = BalancedDataParallel(6, net.head)"),
         ("net = Own(torch.nn.DataParallel(make()))", "net = Own(BalancedDataParallel(6, make()))"),
         # The line lost dim, so batches were split along another dimension.
-        (
-            "model = nn.DataParallel(model, dim=1).to(0)",
-            "model = BalancedDataParallel(6, model, dim=1).to(0)",
-        ),
+        ("m = nn.DataParallel(m, dim=1).to(0)", "m = BalancedDataParallel(6, m, dim=1).to(0)"),
         ("net = BalancedDataParallel(k, net, [0])", "net = BalancedDataParallel(6, net, [0])"),
         ("model = nn.DataParallel(", "model = BalancedDataParallel(6,"),
         ("model = MyDataParallel(model)", "model = BalancedDataParallel(6, model)"),
