@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 
 from balanced_dp.search import utilizations
-from balanced_dp.split import EQUAL, even_share, split_batch
+from balanced_dp.split import even_share, split_batch
 
 GIB = 2**30
-
-
-def best_gpu0_bsz(full: Mapping[int, float]) -> int:
-    """Return the largest of the values with which the fullest device is the least full."""
-    return max(value for value in full if full[value] <= min(full.values()) * (1 + EQUAL))
 
 
 @dataclass(frozen=True)
