@@ -554,3 +554,26 @@ def test_losses_are_added_up_in_a_long_loop(gpu0_bsz):
 
     model, bare = make(loss, gpu0_bsz)
     assert step(model, bare, True, {"x": X[:12]}) == (True, [])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda h, dim: h.mean(dim).sum(),
+        lambda h, dim: h.sum(dim).mean(),
+        lambda h, dim: h.transpose(0, 1).mean(1 - dim).sum(),
+        lambda h, dim: h.mean((dim, 2)).sum(),
+        lambda h, dim: h[(slice(None),) * (1 - dim) + (-1,)].sum(-1).mean(),
+        lambda h, dim: h.flatten(0, 1).sum(),
+    ],
+)
+def test_sizes_that_are_multiples_by_chance(loss, dim):
+    """The features that a mean over samples left were taken for samples, and the mean for a sum."""
+    weight = nn.Parameter(torch.ones(16, dtype=torch.double))
+    module = Lambda(lambda m, x: loss((m.a * x).square(), dim), a=weight)
+    x = torch.randn(32, 32, 16, dtype=torch.double)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", BalanceWarning)
+        found = BalancedDataParallel(None, module, ["cpu"] * 4, dim=dim)(x)
+    assert torch.isclose(found, module(x)) or "may differ" in str(told[0].message)

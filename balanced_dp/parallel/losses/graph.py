@@ -132,13 +132,32 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     if not all(inputs):
         return []
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*own[0]) for own in inputs]
-    if (
-        _is_stack(inputs[0][0][0])
-        or _have_samples(outer, sizes, dim)
-        or not _have_samples(inner, sizes, dim)
-    ):
+    is_even = len(set(sizes)) == 1
+    reducer = _reducer(edges[0][0], sizes[0], dim) if is_even else None
+    if reducer is None:
+        has_samples = [_have_samples(shapes, sizes, dim) for shapes in (inner, outer)]
+        if _is_stack(inputs[0][0][0]) or has_samples != [True, False]:
+            return []
+        if dim and is_even and sizes[0] in outer[0]:
+            raise UnclearError("chunks of one size do not show which dimension holds the samples")
+    elif reducer is not edges[0][0]:
         return []
     return [math.prod(a) // (math.prod(b) or 1) for a, b in zip(inner, outer, strict=True)]
+
+
+def _reducer(node: Any, size: int, dim: int) -> Any:
+    """Return the operator that reduces a dimension of the chunk size, such as ``mean(0)``, if any.
+
+    Where it has, a size that is left may be a multiple of the chunk size by chance.
+    """
+    while node is not None and node.next_functions and node.next_functions[0][0]:
+        inner = shape_of(*node.next_functions[0])
+        if operator_name(node) in ("Mean", "Sum") and size in {inner[d] for d in dims_of(node)}:
+            return node
+        if inner[dim:][:1] == (size,):
+            return None
+        node, _ = node.next_functions[0]
+    return None
 
 
 def _is_stack(node: Any) -> bool:
@@ -293,6 +312,13 @@ def operator_name(node: Any) -> str:
     return re.sub(r"Backward(s|\d*)$", "", node.name().rpartition("::")[2])
 
 
+def dims_of(node: Any) -> Sequence[int]:
+    """Return the dimensions along which an operator goes; negative ones count from the end."""
+    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
+    # torch reports negative ones as unsigned numbers.
+    return [dim - 2**64 * (dim >= 2**63) for dim in (dims if isinstance(dims, tuple) else (dims,))]
+
+
 def is_parameter(node: Any) -> bool:
     """Return whether a node stands for a parameter, or its copies on a device."""
     return node.name().endswith("AccumulateGrad") or isinstance(node, Broadcast._backward_cls)
@@ -344,13 +370,9 @@ def _mixes(
         return ""
     elif any(_axes(pair, sizes) for pair in inputs) and not _SELECTS.fullmatch(name):
         return "reduces the samples of each chunk"
-    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
-    if dims is not None and _GOES_ALONG.fullmatch(name):
-        along = {axis for pair in inputs for axis in _axes(pair, sizes)}
-        for dim in dims if isinstance(dims, tuple) else (dims,):
-            # torch reports negative ones as unsigned numbers.
-            if (dim - 2**64 * (dim >= 2**63)) % len(one) in along:
-                return "goes along the samples of each chunk"
+    along = {axis for pair in inputs for axis in _axes(pair, sizes)}
+    if _GOES_ALONG.fullmatch(name) and along.intersection(d % len(one) for d in dims_of(node)):
+        return "goes along the samples of each chunk"
     return ""
 
 
