@@ -566,13 +566,19 @@ def test_losses_are_added_up_in_a_long_loop(gpu0_bsz):
         lambda h, dim: h.mean((dim, 2)).sum(),
         lambda h, dim: h[(slice(None),) * (1 - dim) + (-1,)].sum(-1).mean(),
         lambda h, dim: h.flatten(0, 1).sum(),
+        lambda h, dim: h.sum(2).mean(),
+        lambda h, dim: h.mean(2).sum(),
+        lambda h, dim: h.mean((1 - dim, 2)).sum() + h.sum(dim).mean((0, 1)),
+        lambda h, dim: h.mean(1 - dim).mean(0).sum(),
+        lambda h, dim: h[..., 0].mean(dim).sqrt().sum(),
     ],
 )
-def test_sizes_that_are_multiples_by_chance(loss, dim):
+@pytest.mark.parametrize("features", [8, 16])
+def test_sizes_that_are_multiples_by_chance(loss, dim, features):
     """The features that a mean over samples left were taken for samples, and the mean for a sum."""
-    weight = nn.Parameter(torch.ones(16, dtype=torch.double))
+    weight = nn.Parameter(torch.ones(features, dtype=torch.double))
     module = Lambda(lambda m, x: loss((m.a * x).square(), dim), a=weight)
-    x = torch.randn(32, 32, 16, dtype=torch.double)
+    x = torch.randn(32, 32, features, dtype=torch.double)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", BalanceWarning)
         found = BalancedDataParallel(None, module, ["cpu"] * 4, dim=dim)(x)

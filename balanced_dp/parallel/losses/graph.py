@@ -134,27 +134,32 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*own[0]) for own in inputs]
     is_even = len(set(sizes)) == 1
     reducer = _reducer(edges[0][0], sizes[0], dim) if is_even else None
-    if reducer is None:
-        has_samples = [_have_samples(shapes, sizes, dim) for shapes in (inner, outer)]
-        if _is_stack(inputs[0][0][0]) or has_samples != [True, False]:
-            return []
-        if dim and is_even and sizes[0] in outer[0]:
-            raise UnclearError("chunks of one size do not show which dimension holds the samples")
-    elif reducer is not edges[0][0]:
+    has_samples = [_have_samples(shapes, sizes, dim) for shapes in (inner, outer)]
+    if _is_stack(inputs[0][0][0]) or (reducer is None and has_samples != [True, False]):
         return []
+    if reducer not in (None, edges[0][0]):
+        return []
+    if dim and is_even and sizes[0] in outer[0]:
+        raise UnclearError("chunks of one size do not show which dimension holds the samples")
     return [math.prod(a) // (math.prod(b) or 1) for a, b in zip(inner, outer, strict=True)]
 
 
 def _reducer(node: Any, size: int, dim: int) -> Any:
-    """Return the operator that reduces a dimension of the chunk size, such as ``mean(0)``, if any.
+    """Return the operator that has reduced a dimension of the chunk size, as ``mean(0)`` does.
 
-    Where it has, a size that is left may be a multiple of the chunk size by chance.
+    It is looked for before a node, beyond operators that keep the shape. Where there is one, a size
+    that is left may be a multiple of the chunk size by chance.
     """
+    first = node
     while node is not None and node.next_functions and node.next_functions[0][0]:
         inner = shape_of(*node.next_functions[0])
-        if operator_name(node) in ("Mean", "Sum") and size in {inner[d] for d in dims_of(node)}:
-            return node
-        if inner[dim:][:1] == (size,):
+        dims = [d % len(inner) for d in dims_of(node) if inner]
+        if dims and operator_name(node) in ("Mean", "Sum"):
+            if size in inner[dim:][:1]:
+                return node if dim % len(inner) in dims else None
+            if size in [inner[d] for d in dims]:
+                return node
+        elif node is not first and inner != shape_of(node):
             return None
         node, _ = node.next_functions[0]
     return None
@@ -314,9 +319,10 @@ def operator_name(node: Any) -> str:
 
 def dims_of(node: Any) -> Sequence[int]:
     """Return the dimensions along which an operator goes; negative ones count from the end."""
-    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
+    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    dims = dims if isinstance(dims, tuple) else (dims,)
     # torch reports negative ones as unsigned numbers.
-    return [dim - 2**64 * (dim >= 2**63) for dim in (dims if isinstance(dims, tuple) else (dims,))]
+    return [dim - 2**64 * (dim >= 2**63) for dim in dims if dim is not None]
 
 
 def is_parameter(node: Any) -> bool:
