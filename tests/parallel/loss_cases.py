@@ -243,6 +243,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     # Means over what counts.
     "cross entropy": lambda n, x, o, y: F.cross_entropy(o, y),
     "ignored": lambda n, x, o, ignored: F.cross_entropy(o, ignored),
+    "smoothed": lambda n, x, o, ignored: F.cross_entropy(o, ignored, label_smoothing=0.1),
     "another ignore_index": lambda n, x, o, y: F.cross_entropy(o, y, ignore_index=3),
     "nll": lambda n, x, o, ignored: F.nll_loss(o.log_softmax(1), ignored),
     "tokens": lambda n, x, o, tokens: cross_entropy_of_tokens(n, x, tokens),

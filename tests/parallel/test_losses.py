@@ -236,6 +236,19 @@ def test_loss_weight_gets_the_arguments_that_it_names(loss_weight):
     torch.testing.assert_close(model(X), X)  # no loss, nothing to weigh
 
 
+@pytest.mark.parametrize("name", EXACT)
+def test_weights_by_samples_are_those_of_a_mean(name):
+    """A cross entropy with label smoothing raised an IndexError."""
+    net, given = Net(EXACT[name]).double(), given_to(EXACT[name])
+    models = [
+        BalancedDataParallel(1, net, ["cpu"] * 4, **options)
+        for options in ({"loss_weight": lambda x: len(x)}, {"scalar_outputs": "mean"})
+    ]
+    found, expected = (results(model, net, True, **given) for model in models)
+    for one, other in zip(found, expected, strict=True):
+        assert one is other is None or one.allclose(other) or not other.isfinite().all()
+
+
 def test_a_dictionary_of_weights_leaves_other_outputs_as_they_are():
     model = BalancedDataParallel(
         1, Labelled(), ["cpu"] * 4, loss_weight=lambda labels: {"loss": (labels != -100).sum()}

@@ -252,7 +252,7 @@ def _inputs(
         others = [node._saved_other for node in nodes]
         if name == "Div" and not term.divisors and all(map(_is_divisor, others)):
             return [(inputs[0], replace(term, divisors=others))]
-    if name == "Mul":
+    if name == "Mul" and len(inputs) == 2:
         for value, scale, saved in ((0, 1, "_saved_other"), (1, 0, "_saved_self")):
             if not term.scales and _is_scale(inputs[scale], sizes, dim):
                 scales = [getattr(node, saved) for node in nodes]
