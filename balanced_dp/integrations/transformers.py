@@ -158,12 +158,10 @@ class BalancedTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``Trainer.evaluation_loop``; all batches share one copy of the weights."""
         model = self._wrap_model(self.model, training=False)
+        shared = model.shared_weights() if isinstance(model, _TrainerParallel) else nullcontext()
         loss_only = bool(kwargs.get("prediction_loss_only"))
-        with self._gathering(loss_only, {"compute_loss", "prediction_step"}):
-            if not isinstance(model, _TrainerParallel):
-                return super().evaluation_loop(*args, **kwargs)
-            with model.shared_weights():
-                return super().evaluation_loop(*args, **kwargs)
+        with self._gathering(loss_only, {"compute_loss", "prediction_step"}), shared:
+            return super().evaluation_loop(*args, **kwargs)
 
     def _gathering(self, loss_only: bool, methods: set[str]) -> AbstractContextManager[object]:
         """Gather only the loss, unless a subclass, label smoothing or a loss function needs more.
