@@ -132,7 +132,8 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
     elif loop.last is not None and not num_taken:
         yield "No optimizer took a step: these are the peaks of the whole run."
     if loop.is_splitting and loop.options and not loop.is_over:
-        yield f"The search for gpu0_bsz did not end within {num_taken} training steps; take more."
+        fact = f"The search for gpu0_bsz did not end within {num_taken} training steps"
+        yield f"{fact}, so the options may change: raise --steps, or train for longer."
 
 
 def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:

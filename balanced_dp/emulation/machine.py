@@ -181,8 +181,8 @@ def current_machine() -> Machine:
     """
     if _current is None:
         raise EmulationError(
-            f"there are no emulated devices here: the device type {DEVICE_TYPE!r} works only "
-            "inside `with balanced_dp.emulate_devices(num_devices):`"
+            f"there are no emulated devices here: {DEVICE_TYPE!r} works only inside the block of "
+            "emulate_devices or training_devices; copy results to the CPU inside it"
         )
     return _current
 

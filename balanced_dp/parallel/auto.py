@@ -98,8 +98,8 @@ class AutoSplit(SplitPolicy):
     """The rule by which ``gpu0_bsz="auto"`` splits: it searches while a training loop runs.
 
     An iteration begins with a forward pass with gradients on, and ends with the step of a
-    ``torch.optim.Optimizer``; with gradient accumulation it has several calls. The first one does
-    not count, since it creates the optimizer's state.
+    ``torch.optim.Optimizer``; with gradient accumulation it has several calls. The first iteration
+    does not count, since it creates the optimizer's state.
 
     Attributes:
         search: the search for the value.

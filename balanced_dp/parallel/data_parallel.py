@@ -74,8 +74,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing
             but calls without samples. None means no limit: the split is even, or follows
             ``device_weights``. ``"auto"`` starts with the even split, reads the peaks after each
-            optimizer step, tries at most six splits and keeps the best. If memory runs out, catch
-            ``torch.OutOfMemoryError`` and repeat the step. State dicts contain the result.
+            optimizer step, tries at most six splits and keeps the one with the lowest peak. If
+            memory runs out, catch ``torch.OutOfMemoryError`` and repeat the step. State dicts
+            contain the result.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread`` or a single device, the constructor moves them.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means

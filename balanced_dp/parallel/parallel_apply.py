@@ -125,8 +125,8 @@ class Workers:
     device, because autograd numbers nodes by thread, and torch keeps library handles by thread.
 
     Attributes:
-        watch: logs a warning, if it is not canceled in time after its start.
-        ended: gets None at the end of all that was submitted.
+        watch: a timer that logs a warning unless it is canceled within ``PATIENCE_SECONDS``.
+        ended: gets None each time that submitted work has ended.
     """
 
     def __init__(self) -> None:

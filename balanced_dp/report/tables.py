@@ -39,6 +39,7 @@ Part: TypeAlias = str | Code | TextTable
 def answer(report: Report) -> Iterator[Part]:
     """Yield the parts of the answer: sentences, lines to paste, and tables."""
     yield verdict(report)
+    yield from report.notes
     if report.ranked_options:
         yield option_table(report)
         yield Code(lines(report))
@@ -144,7 +145,6 @@ def summary(report: Report) -> Iterator[str]:
         others += ["spread=True (parameters on all devices)"] * (not report.best.spread)
         if others:
             yield f"Not measured: {' and '.join(others)}. Change the script and run it again."
-    yield from report.notes
 
 
 # What was measured.

@@ -35,8 +35,9 @@ class Loop(AutoSplit):
     if it is the only one, because it has no optimizer state.
 
     Args:
-        gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value.
-            Emulated devices first get the even split once, to compare with.
+        gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value. On
+            emulated devices the even split comes first. A value takes turns with it, since what a
+            script holds may change while it runs.
         devices: the devices of the loop.
         budgets: the bytes of each device that may be used, or None if they do not matter.
         num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
@@ -115,12 +116,12 @@ class Loop(AutoSplit):
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk size of each device for a batch of the next call."""
-        waits = is_emulated(self.devices[0]) and not any(o.is_even for o in self.options)
-        if self.wanted is None or waits:
-            return split_batch(batch_size, len(self.devices), batch_size)
-        if self.wanted == "auto":
+        emulates = is_emulated(self.devices[0])
+        if self.wanted == "auto" and (not emulates or any(o.is_even for o in self.options)):
             return super().split(batch_size)
-        return split_batch(batch_size, len(self.devices), self.wanted)
+        is_turn = not (emulates and self.num_iterations % 2)
+        value = self.wanted if isinstance(self.wanted, int) and is_turn else batch_size
+        return split_batch(batch_size, len(self.devices), value)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

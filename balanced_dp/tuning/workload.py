@@ -115,8 +115,9 @@ def find_workload(target: str) -> Workload:
         function = getattr(importlib.import_module(module_name), function_name)
         workload = function() if callable(function) else function
     except (Exception, SystemExit) as error:  # the module is the user's code
+        hint = "; to measure a script, use balanced-dp run" * isinstance(error, SystemExit)
         raise ArgumentError(
-            f"workload {target!r} cannot be made: {type(error).__name__}: {error}"
+            f"workload {target!r} cannot be made: {type(error).__name__}: {error}{hint}"
         ) from error
     if not isinstance(workload, Workload):
         raise ArgumentTypeError(

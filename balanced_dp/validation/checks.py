@@ -76,7 +76,8 @@ class Validation:
     def verdict(self) -> str:
         """A sentence on the gradients, which decide."""
         if self.gradients_are_right:
-            return "All gradients and outputs equal those of one device."
+            rest = " Memory and time need a GPU." * all(c.part == "gradients" for c in self.checks)
+            return f"All gradients and outputs equal those of one device.{rest}"
         return "FAILED: not all gradients and outputs equal those of one device."
 
     def __str__(self) -> str:

@@ -78,6 +78,27 @@ def test_the_best_of_all_values_is_found(devices):
         assert max(found.peak_bytes) <= max(measured.peak_bytes) * 1.01
 
 
+def test_a_value_and_the_even_split_take_turns(devices):
+    """The even split was measured once, before an evaluation whose output stayed bound."""
+    kept: list[torch.Tensor] = []
+
+    def peaks(size: int) -> dict[int | None, int]:
+        with split_loop(devices, gpu0_bsz=5) as (loop, model):
+
+            def keep() -> None:
+                if loop.num_iterations == 3:
+                    kept[:] = [torch.ones(size, device=devices[0])]
+
+            train(model, [(32,)] * 7, after_step=keep)
+        return {option.gpu0_bsz: option.peak_bytes[0] for option in loop.options}
+
+    without = peaks(0)
+    gc.collect()
+    found = peaks(2**18)
+    assert found == {value: without[value] + 2**20 for value in (None, 5)}
+    kept.clear()
+
+
 def test_the_search_ends_with_batch_norm(devices):
     """It asked for a chunk of one sample, which batch norm refuses, in each iteration."""
     module = nn.Sequential(nn.Linear(64, 4096), nn.BatchNorm1d(4096))

@@ -77,7 +77,9 @@ def test_gradients_on_emulated_devices(no_accelerator):
     result = validate(2)
     assert [check.part for check in result.checks] == ["gradients"] * 2
     assert result.markdown().startswith("### balanced-dp validate: 2 emulated devices\n\npython ")
-    assert str(result).endswith("All gradients and outputs equal those of one device.")
+    assert str(result).endswith(
+        "All gradients and outputs equal those of one device. Memory and time need a GPU."
+    )
 
 
 def test_how_many_devices(stand_in):

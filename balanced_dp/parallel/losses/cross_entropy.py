@@ -59,7 +59,10 @@ class Counted:
         return rows == [*range(len(rows))] != []
 
     def is_(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the result, detached or not; no if writes leave no trace."""
+        """Return whether a tensor is the result, detached or not, and was not written to since.
+
+        False for inference tensors, which do not count writes.
+        """
         return (
             not tensor.is_inference()
             and tensor.untyped_storage()._cdata == self.result.untyped_storage()._cdata
