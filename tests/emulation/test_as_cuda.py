@@ -345,9 +345,9 @@ def test_no_devices_outside_of_a_context():
         assert (lazy.is_available(), lazy.device_count()) == (True, 2)
     assert (lazy.is_available(), lazy.device_count()) == (False, 0)
     for function in (lazy.current_device, lazy.memory_allocated, lazy.synchronize):
-        with pytest.raises(EmulationError, match=r"with balanced_dp.emulate_devices"):
+        with pytest.raises(EmulationError, match=r"inside the block of emulate_devices"):
             function()
-    with pytest.raises(EmulationError, match=r"with balanced_dp.emulate_devices"):
+    with pytest.raises(EmulationError, match=r"inside the block of emulate_devices"):
         torch.zeros(1, device="lazy")
 
 
