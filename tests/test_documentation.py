@@ -156,9 +156,7 @@ def test_the_picture_and_the_largest_batches():
     largest = [report.largest_batch(option) for option in (report.even, report.best)]
     largest.append(apart.largest_batch(apart.best))
     even, best, loss_apart = (option.batch_size for option in largest)
-    assert f"batches (`plan --for batch`) are {even}, {best} and {loss_apart}." in " ".join(
-        TEXTS["README.md"].split()
-    )
+    assert f"are {even}, {best} and {loss_apart}." in " ".join(TEXTS["README.md"].split())
     assert (largest[1].chunk_sizes[0], f"{largest[1].speed:.2f}") == (0, "0.73")
 
 
