@@ -38,9 +38,7 @@ def test_the_options_best_one_first(memory, says, first, invoke):
 
 @pytest.mark.parametrize("goal", ["headroom", "batch"])
 def test_the_goal_decides_what_comes_first(goal, folder, invoke):
-    memory = ("--memory", "24GiB,11GiB,11GiB")
-    printed = invoke(*WIDE, *memory, "--for", goal, "--json", "goal.json").stdout
-    assert invoke("report", "goal.json").stdout == printed
+    invoke(*WIDE, "--memory", "24GiB,11GiB,11GiB", "--for", goal, "--json", "goal.json")
     report = load_report(folder / "goal.json")
     assert (report.goal, report.mode) == (goal, "symbolic")
     best, *others = report.ranked_options
@@ -121,6 +119,30 @@ def test_devices_and_capacities_are_as_asked(invoke):
         found = [capacity / 2**20 for capacity in report["capacity_bytes"]]
         assert found == capacities or (capacities is None and len(found) == 3)
     assert any(option["device_weights"] for option in report["options"])
+
+
+SCRIPT = """
+import torch, mine
+workload = mine.make()
+model = torch.nn.DataParallel(workload.new_model().cuda())
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(10):
+    (x,), _, y = workload.new_batch(64)
+    workload.loss(model(x), y.cuda()).backward()
+    optimizer.step()
+"""
+
+
+def test_plan_tune_and_run_agree(folder, invoke):
+    """They write what report prints, and have the same first option."""
+    (folder / "script.py").write_text(SCRIPT)
+    first = set()
+    for command in ("plan mine:make", "tune --emulate mine:make", "run --symbolic script.py"):
+        name, *target = command.split()
+        told = invoke(name, "--memory", "90MiB", "--reserve", "0", "--json", "same.json", *target)
+        assert invoke("report", "same.json").stdout in told.stdout + told.stderr
+        first.add(load_report(folder / "same.json").best.line)
+    assert first == {"nn.DataParallel(model)"}
 
 
 def test_the_demo_trains_the_same_three_times(folder, invoke):
