@@ -25,7 +25,7 @@ NOTES = {
 
 
 @pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances", "ignore:Was asked to gather along")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=16 has no effect", "ignore:Was asked to gather along")
 @pytest.mark.parametrize("has_forward", [False, True], ids=["backward", "step"])
 @pytest.mark.parametrize("transfer_share", [0.1, 0.3])
 @pytest.mark.parametrize(
