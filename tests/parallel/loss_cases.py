@@ -139,7 +139,7 @@ class Scaled(Tensor):
     """Its addition is another one."""
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
         is_add = function in (Tensor.add, Tensor.__add__)
         return super().__torch_function__(torch.mul if is_add else function, types, args, kwargs)
 
