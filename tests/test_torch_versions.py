@@ -135,6 +135,8 @@ ELSEWHERE = {
     *("_get_device_properties", "_allocation"),
     # Of a GradScaler, which has it, and of nodes of autograd, which may lack it.
     *("_enabled", "_set_sequence_nr"),
+    # Of torch 2.5.
+    *("_streambase", "_StreamBase", "_EventBase"),
     # Of sparse tensors, which have them, and in annotations only.
     *("_indices", "_ops"),
     "_bytes",  # part of a name

@@ -66,6 +66,11 @@ class Event:
         return (end_event._time_s - self._time_s) * 1e3
 
 
+if torch.__version__ < "2.6":  # Dynamo, which optimizers import, asserts that these are their bases
+    torch._streambase._StreamBase.register(Stream)  # type: ignore[attr-defined]
+    torch._streambase._EventBase.register(Event)  # type: ignore[attr-defined]
+
+
 def exchange_device(index: int) -> int:
     """Set the current device, unless ``index`` is negative, and return the previous one."""
     before = device_module.current_device()
