@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import ArgumentError, ArgumentTypeError, did_you_mean
-from .models import CharTransformer, TokenTransformer
+from .models import TokenTransformer
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 """Positional and keyword arguments of the model, and the target."""
@@ -155,7 +155,9 @@ def char_lm() -> Workload:
     def make_batch(batch_size: int) -> Batch:
         return character_batch(torch.arange(batch_size) * 67 % (len(encoded) - 65))
 
-    return Workload(lambda: CharTransformer(vocabulary), make_batch, _token_loss)
+    sizes = {"width": 128, "num_heads": 4, "num_layers": 4}
+    model = functools.partial(TokenTransformer, vocabulary, 64, causal=True, dropout=0.0, **sizes)
+    return Workload(model, make_batch, _token_loss)
 
 
 def _tokens(batch_size: int, length: int, vocabulary: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..memory.probe import MemoryProbe
 from ..parallel.data_parallel import BalancedDataParallel
 from ..split import even_share
 from ..torch_versions import accelerator_type
-from ..tuning.models import CharTransformer
+from ..tuning.models import TokenTransformer
 from ..tuning.report import RESERVE, Provenance
 from ..tuning.step import measure_step
 from ..tuning.workload import Workload, find_workload
@@ -144,7 +144,8 @@ def _described(device: torch.device) -> str:
 def _gradients(devices: Sequence[torch.device]) -> Iterator[Check]:
     """Compare outputs and gradients with those of one device, in float64."""
     batch_size = 3 * len(devices) + 1
-    module = CharTransformer(31, width=32, num_layers=2).double().to(devices[0])
+    module: nn.Module = TokenTransformer(31, 12, True, width=32, num_heads=4, num_layers=2)
+    module = module.double().to(devices[0])
     tokens = torch.randint(31, (batch_size, 12))
     values = range(even_share(batch_size, len(devices)) + 1)
     cases = {

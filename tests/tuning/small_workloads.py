@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from balanced_dp import Workload
-from balanced_dp.tuning.models import CharTransformer, TokenTransformer
+from balanced_dp.tuning.models import TokenTransformer
 
 from ..modules import Lambda
 
@@ -74,7 +74,7 @@ def convolutions():
 
 
 def char_transformer():
-    return CharTransformer(60, context=64, width=256, num_heads=4, num_layers=1)
+    return TokenTransformer(60, 64, causal=True, width=256, num_heads=4, num_layers=1)
 
 
 def tied_transformer():
