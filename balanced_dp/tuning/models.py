@@ -68,24 +68,20 @@ class TokenTransformer(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        self.dropout = dropout
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         for embedding in (self.tokens, self.positions):  # the tokens' are the weights of the head
             nn.init.normal_(embedding.weight, std=0.02)
-        self.embedding_norm = nn.Identity() if causal else nn.LayerNorm(width)
+        norm = () if causal else (nn.LayerNorm(width),)
         blocks = (Block(width, num_heads, causal, dropout) for _ in range(num_layers))
-        self.layers = nn.Sequential(*blocks)
         # BERT's masked LM head has a layer of its own before the logits.
-        self.transform = nn.Sequential(
-            *(() if causal else (nn.Linear(width, width), nn.GELU())), nn.LayerNorm(width)
-        )
+        last = () if causal else (nn.Linear(width, width), nn.GELU())
+        self.layers = nn.Sequential(*norm, nn.Dropout(dropout), *blocks, *last, nn.LayerNorm(width))
         self.head = nn.Linear(width, vocabulary, bias=not causal)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits at each position."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.size(1)]
-        x = functional.dropout(self.embedding_norm(x), self.dropout, self.training)
-        logits: torch.Tensor = self.head(self.transform(self.layers(x)))
+        logits: torch.Tensor = self.head(self.layers(x))
         return logits
