@@ -24,16 +24,13 @@ class WorkloadSearch(Search):
     largest: int = 2**16
 
     def wanted(self) -> Iterator[Split]:
-        """Yield the split to measure next; what follows is only valid once it is told."""
-        yield from super().wanted()
-        yield from self._larger_batches()
+        """Yield the split to measure next; what follows is only valid once it is told.
 
-    def _larger_batches(self) -> Iterator[Split]:
-        """Search for the largest batches that fit: with the even split, and with any ``gpu0_bsz``.
-
-        For the second, find the largest chunk that fits on the other devices, then the samples that
-        fit on device 0. Device 0 must also have room for the gathered outputs.
+        After the best value, search for the largest batches that fit: with the even split, and with
+        any ``gpu0_bsz``. For the second, find the largest chunk that fits on the other devices,
+        then the samples that fit on device 0, which must also have room for the gathered outputs.
         """
+        yield from super().wanted()
         num, told = len(self.budgets), self.told.items()
         even = {s: max(full) - 1 for s, full in told if s == split_batch(sum(s), num, sum(s))}
         share = yield from self.find(
