@@ -102,18 +102,15 @@ def split_by_weights(
     if not any(weights):
         raise ArgumentError(f"device_weights must not all be 0, got {list(device_weights)}")
     *others, first = _largest_remainders(batch_size, [*weights[1:], weights[0]])
-    chunk_sizes = (first, *others)
-    if gpu0_bsz is None:
-        return chunk_sizes
-    gpu0_bsz = as_integer("gpu0_bsz", gpu0_bsz, minimum=0)
-    if chunk_sizes[0] <= gpu0_bsz or len(weights) == 1:
-        return chunk_sizes
+    limit = first if gpu0_bsz is None else as_integer("gpu0_bsz", gpu0_bsz, minimum=0)
+    if first <= limit or len(weights) == 1:
+        return (first, *others)
     if not any(weights[1:]):
         raise ArgumentError(
-            f"gpu0_bsz={gpu0_bsz} leaves {batch_size - gpu0_bsz} samples to devices whose "
+            f"gpu0_bsz={limit} leaves {batch_size - limit} samples to devices whose "
             f"device_weights are 0; give one of them a weight above 0"
         )
-    return (gpu0_bsz, *_largest_remainders(batch_size - gpu0_bsz, weights[1:]))
+    return (limit, *_largest_remainders(batch_size - limit, weights[1:]))
 
 
 def _largest_remainders(batch_size: int, weights: Sequence[Fraction]) -> tuple[int, ...]:
