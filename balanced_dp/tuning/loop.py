@@ -19,8 +19,8 @@ from ..memory.peaks import Peaks
 from ..parallel.auto import AutoSplit, SplitPolicy
 from ..parallel.data_parallel import BalancedDataParallel
 from ..search import LoopSearch
-from ..split import even_share, split_batch
-from .options import Option
+from ..split import split_batch
+from .options import Option, value_of
 
 
 class StepsDone(SystemExit):
@@ -187,11 +187,10 @@ class Loop(AutoSplit):
         if self.is_splitting:
             counted, chunk_sizes = self.model, self.split(self._batch[0])
         model = self.model if isinstance(self.model, BalancedDataParallel) else None
-        is_even = chunk_sizes[0] >= even_share(sum(chunk_sizes), len(chunk_sizes))
         return Option(
             gather=model is None or model.gathers_outputs,
             spread=model is not None and model.spread,
-            gpu0_bsz=None if is_even else chunk_sizes[0],
+            gpu0_bsz=value_of(chunk_sizes),
             device_weights=None,
             chunk_sizes=chunk_sizes,
             peak_bytes=peaks.allocated,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from ..errors import ArgumentError
 from ..search import utilizations
 from ..split import EQUAL, even_share
 
@@ -15,10 +14,10 @@ Goal = Literal["speed", "headroom", "batch"]
 """The best option has the smallest largest chunk, the lowest utilization, or the largest batch."""
 
 
-def check_goal(goal: str) -> None:
-    """Raise ArgumentError if there is no such goal."""
-    if goal not in get_args(Goal):
-        raise ArgumentError(f"goal must be speed, headroom or batch, got {goal!r}")
+def value_of(chunk_sizes: Sequence[int]) -> int | None:
+    """Return the ``gpu0_bsz`` of a split without weights, None if it is the even one."""
+    is_even = chunk_sizes[0] >= even_share(sum(chunk_sizes), len(chunk_sizes))
+    return None if is_even else chunk_sizes[0]
 
 
 @dataclass(frozen=True, slots=True)

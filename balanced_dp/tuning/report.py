@@ -66,14 +66,11 @@ class Provenance:
     def of(cls, devices: Sequence[torch.device] = ()) -> Provenance:
         """Return the provenance of figures that this process obtains on devices."""
         names = (torch.get_device_module(device).get_device_name(device) for device in devices)
-        packages = ("balanced-dp", "torch", "nvidia-ml-py")
+        versions = {name: _version(name) for name in ("balanced-dp", "torch", "nvidia-ml-py")}
         return cls(
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             command=_command(),
-            versions={
-                "python": platform.python_version(),
-                **{name: _version(name) for name in packages},
-            },
+            versions={"python": platform.python_version(), **versions},
             machine={
                 "platform": platform.platform(),
                 "CPUs": str(os.cpu_count()),
@@ -145,7 +142,7 @@ class Report:
         devices: Sequence[torch.device],
         options: Sequence[Option],
         capacities: Sequence[int] | None,
-        reserve: int | None,
+        reserve: int,
         goal: Goal | None,
         **others: Any,
     ) -> Report:
@@ -156,11 +153,11 @@ class Report:
             options: at least one option.
             capacities: capacity of each device; None means the highest peak of the even split, in
                 whole MiB.
-            reserve: as for ``checked_reserve``.
+            reserve: bytes of each device to keep free.
             goal: None means speed, or headroom without capacities.
             **others: more fields.
         """
-        has_capacity, reserve = capacities is not None, checked_reserve(reserve, capacities)
+        has_capacity = capacities is not None
         if capacities is None:
             even = next((option for option in options if option.is_even), options[0])
             capacities = [math.ceil(max(1, *even.peak_bytes) / 2**20) * 2**20] * len(devices)

@@ -20,9 +20,8 @@ from ..memory.peaks import Peaks
 from ..parallel.auto import SplitPolicy, smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
-from ..split import even_share
-from .options import Option
-from .workload import Workload
+from .options import Option, value_of
+from .workload import Batch, Workload
 
 
 def measure_step(
@@ -125,36 +124,31 @@ class StepMeter:
             self._spread = spread
             gc.collect()
         gc.freeze()  # so that garbage is looked for only in what this measurement makes
-        policy = SplitPolicy(gpu0_bsz, self.devices, device_weights)
-        is_even = device_weights is None and (
-            gpu0_bsz is None or gpu0_bsz >= even_share(batch_size, len(self.devices))
-        )
+        chunk_sizes = SplitPolicy(gpu0_bsz, self.devices, device_weights).split(batch_size)
         out_of_memory, index, peaks, start = None, None, Peaks(self.devices), time.perf_counter()
         uses: tuple[dict[str, int], ...] = tuple({} for _ in self.devices)
         before, model = num_ooms(self.devices), None
-        for _ in range(num_steps or 2 - self._has_state):
-            try:
-                if model is None:
-                    model = BalancedDataParallel(
-                        gpu0_bsz,
-                        self._trained[0],
-                        self.devices,
-                        gather=gather,
-                        device_weights=device_weights,
-                        spread=spread,
-                    )
+        try:
+            model = BalancedDataParallel(
+                gpu0_bsz,
+                self._trained[0],
+                self.devices,
+                gather=gather,
+                device_weights=device_weights,
+                spread=spread,
+            )
+            for _ in range(num_steps or 2 - self._has_state):
                 batch = self.workload.new_batch(batch_size)
                 self._trained[2].zero_grad()
                 peaks, start = Peaks(self.devices), time.perf_counter()
-                on_loss(self._train(model, batch_size, *batch))
+                on_loss(self._train(model, batch_size, batch))
                 for device in self.devices:
                     torch.get_device_module(device).synchronize(device)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                out_of_memory, index = str(error), which_ran_out(self.devices, before)
-                break
-            self._has_state = True
+                self._has_state = True
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            out_of_memory, index = str(error), which_ran_out(self.devices, before)
         seconds = time.perf_counter() - start
         if model is not None and out_of_memory is None:
             breakdown = memory_breakdown(model, self._trained[2])
@@ -169,9 +163,9 @@ class StepMeter:
         return Option(
             gather=gather,
             spread=spread,
-            gpu0_bsz=None if is_even else gpu0_bsz,
+            gpu0_bsz=gpu0_bsz if device_weights else value_of(chunk_sizes),
             device_weights=device_weights,
-            chunk_sizes=policy.split(batch_size),
+            chunk_sizes=chunk_sizes,
             peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),  # one may repeat
             uses=uses,
             seconds=seconds,
@@ -180,14 +174,10 @@ class StepMeter:
         )
 
     def _train(
-        self,
-        model: BalancedDataParallel[nn.Module],
-        batch_size: int,
-        args: Sequence[object],
-        kwargs: dict[str, object],
-        target: object,
+        self, model: BalancedDataParallel[nn.Module], batch_size: int, batch: Batch
     ) -> torch.Tensor:
         """Train for one step and return the loss."""
+        args, kwargs, target = batch
         _, criterion, optimizer = self._trained
         precision = self.workload.precision
         autocast = torch.autocast(self.devices[0].type, precision, enabled=precision is not None)

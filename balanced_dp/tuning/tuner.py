@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 
@@ -14,7 +15,7 @@ from ..emulation.machine import current_machine
 from ..errors import ArgumentError, InfeasiblePlanError
 from ..search import MAX_SPLITS, Split
 from ..split import as_integer, even_share, split_batch
-from .options import Goal, Option, check_goal
+from .options import Goal, Option
 from .report import Report, checked_reserve, mode_of
 from .step import StepMeter
 from .workload import Workload
@@ -79,23 +80,28 @@ def tune(
         InfeasiblePlanError: If no option fits.
         SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
     """
-    if goal is not None:
-        check_goal(goal)
+    if goal not in (None, *get_args(Goal)):
+        raise ArgumentError(f"goal must be speed, headroom or batch, got {goal!r}")
     batch_size = as_integer("batch_size", batch_size, minimum=1)
+    given = capacities if devices is None else devices
+    num = given if given is None or isinstance(given, int) else len(given)
+    if num is not None and num < 2:
+        raise ArgumentError(f"a plan is for two or more devices, got {num}")
+    if capacities is not None and len(capacities) != num:
+        raise ArgumentError(
+            f"capacities must be one for each of {num} devices, got {len(capacities)}"
+        )
     with ExitStack() as stack:
         if devices is None or isinstance(devices, int):
-            num = len(capacities) if devices is None and capacities is not None else devices
-            _check(num, capacities)
             emulates = not accelerators(num, emulate)
             devices = stack.enter_context(
                 training_devices(num, memory=capacities, symbolic=symbolic, emulate=emulates)
             )
             if emulates:
                 current_machine().ignore_capacities()
-        _check(len(devices), capacities)
         if capacities is None and mode_of(devices[0]) == "real":
             capacities = capacities_of(devices)
-        checked_reserve(reserve, capacities)
+        reserve = checked_reserve(reserve, capacities)
         meter = stack.enter_context(StepMeter(workload, devices))
         run = _Run(meter, batch_size, sorted(set(sweep)), on_measurement)
         report = Report.of(
@@ -123,16 +129,6 @@ def tune(
     if not report.ranked_options:
         raise InfeasiblePlanError(report.what_lacks())
     return report
-
-
-def _check(num_devices: int | None, capacities: Sequence[int] | None) -> None:
-    """Raise ArgumentError if the devices are too few, or their capacities are not one for each."""
-    if num_devices is not None and num_devices < 2:
-        raise ArgumentError(f"a plan is for two or more devices, got {num_devices}")
-    if capacities is not None and len(capacities) != num_devices:
-        raise ArgumentError(
-            f"capacities must be one for each of {num_devices} devices, got {len(capacities)}"
-        )
 
 
 @dataclass
@@ -189,10 +185,7 @@ class _Run:
         while (wanted := search.next()) is not None:
             tell(wanted)
         if all(max(full) == math.inf for full in search.told.values()):
-            least = min(
-                (self.measured(split, gather, spread) for split in search.told),
-                key=lambda option: option.batch_size,
-            )
+            least = self.measured(min(search.told, key=sum), gather, spread)
             raise InfeasiblePlanError(
                 f"not even a batch of {least.batch_size} ran: {least.out_of_memory}"
             )
