@@ -181,7 +181,7 @@ class Loop(AutoSplit):
         seconds = time.perf_counter() - self._started
         # The attributes that memory_breakdown reads, if the script wraps no model.
         counted: Any = SimpleNamespace(
-            devices=self.devices, parameters=self._parameters, buffers=tuple, chunk_sizes=None
+            devices=self.devices, parameters=self._parameters, buffers=tuple
         )
         chunk_sizes = (0,) * len(self.devices)
         if self.is_splitting:

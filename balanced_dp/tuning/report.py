@@ -9,7 +9,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -278,8 +278,8 @@ def checked_reserve(reserve: int | None, capacities: Sequence[int] | None) -> in
     return reserve
 
 
-def bottleneck(option: Option, budgets: Iterable[int]) -> tuple[int, int]:
+def bottleneck(option: Option, budgets: Sequence[int]) -> tuple[int, int]:
     """Return the index of the device that is the fullest, and its peak."""
-    full = utilizations(option.peak_bytes, list(budgets))
+    full = utilizations(option.peak_bytes, budgets)
     index = full.index(max(full))
     return index, option.peak_bytes[index]

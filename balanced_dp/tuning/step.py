@@ -126,7 +126,7 @@ class StepMeter:
         gc.freeze()  # so that garbage is looked for only in what this measurement makes
         chunk_sizes = SplitPolicy(gpu0_bsz, self.devices, device_weights).split(batch_size)
         out_of_memory, index, peaks, start = None, None, Peaks(self.devices), time.perf_counter()
-        uses: tuple[dict[str, int], ...] = tuple({} for _ in self.devices)
+        breakdown: dict[str, dict[str, int]] = {}
         before, model = num_ooms(self.devices), None
         try:
             model = BalancedDataParallel(
@@ -152,7 +152,6 @@ class StepMeter:
         seconds = time.perf_counter() - start
         if model is not None and out_of_memory is None:
             breakdown = memory_breakdown(model, self._trained[2])
-            uses = tuple(breakdown[str(device)] for device in self.devices)
         if self._has_state:
             self._trained[2].zero_grad()
         else:  # the optimizer's state may be incomplete
@@ -167,7 +166,7 @@ class StepMeter:
             device_weights=device_weights,
             chunk_sizes=chunk_sizes,
             peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),  # one may repeat
-            uses=uses,
+            uses=tuple(breakdown.get(str(device), {}) for device in self.devices),
             seconds=seconds,
             out_of_memory=out_of_memory,
             ran_out=index,

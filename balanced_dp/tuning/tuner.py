@@ -118,9 +118,7 @@ def tune(
         failures = {}
         for name in ("gather=False", "spread=True") if with_alternatives else ():
             apart = (False, spread) if name == "gather=False" else (gather, True)
-            if apart == (gather, spread):
-                continue
-            try:
+            try:  # what was asked for is not measured again
                 run.search(report, *apart)
                 gather = apart[0]
             except Exception as error:  # the user's loss may not work for chunks
@@ -175,9 +173,7 @@ class _Run:
             search.tell(split, peaks)
 
         limit = _LARGEST_MULTIPLE * size if report.mode == "emulated" else _LARGEST_BATCH
-        search = WorkloadSearch(
-            size, budgets, self.meter.smallest_chunk, for_speed=True, largest=limit
-        )
+        search = WorkloadSearch(size, budgets, self.meter.smallest_chunk, largest=limit)
         tell(self.even_split)
         for split in map(search.split, self.swept):
             if search.allows(split):

@@ -18,9 +18,11 @@ class WorkloadSearch(Search):
     """A search for the best ``gpu0_bsz`` of a batch, then for the largest batches.
 
     Attributes:
+        for_speed: as for ``Search``.
         largest: the largest batch that can be measured.
     """
 
+    for_speed: bool = True
     largest: int = 2**16
 
     def wanted(self) -> Iterator[Split]:

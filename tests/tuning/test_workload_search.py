@@ -16,7 +16,7 @@ from ..laws import GIB, Law, alike, all_values, ask, laws
 
 def test_peaks_of_zero_end_the_search():
     """A script that left the devices empty ended in a ZeroDivisionError."""
-    search = WorkloadSearch(64, [GIB] * 4, for_speed=True, largest=100)
+    search = WorkloadSearch(64, [GIB] * 4, largest=100)
     assert len(ask(search, lambda split: [0] * 4)) < 20
 
 
