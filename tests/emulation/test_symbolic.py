@@ -19,6 +19,7 @@ from balanced_dp.emulation.symbolic import _how_to_make
 from balanced_dp.emulation.tensor import operator
 
 from ..modules import Case
+from ..versions import has_torch
 from .models import MODELS, WITH_DROPOUT, inputs_of, train
 
 # The same bytes as with values.
@@ -39,8 +40,12 @@ def trained_bytes(case: Case, dropout: float, device: torch.device) -> list[int]
     return num_bytes
 
 
+# Older versions of torch have no meta function for the gradient of weight norm.
+MEASURED = [name for name in MODELS if name != "weight norm" or has_torch("2.13")]
+
+
 @pytest.mark.parametrize(
-    ("name", "dropout"), [*product(MODELS, [0.0]), *product(WITH_DROPOUT, [0.2])]
+    ("name", "dropout"), [*product(MEASURED, [0.0]), *product(WITH_DROPOUT, [0.2])]
 )
 def test_models_take_the_bytes_with_numbers(name, dropout):
     def measured(symbolic):
