@@ -25,7 +25,7 @@ try:
     from typer import Argument, Option
 
     from . import arguments
-except ImportError as error:  # the library itself needs none of these
+except ModuleNotFoundError as error:  # the library itself needs none of these
     raise SystemExit(
         f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
         "pip install '.[cli]' in a clone"
