@@ -42,25 +42,19 @@ class SplitPolicy:
         device_weights: Sequence[float] | None = None,
     ) -> None:
         self.devices = devices
-        self._number = gpu0_bsz
+        self.gpu0_bsz = gpu0_bsz
         self.device_weights = None if device_weights is None else tuple(device_weights)
         self._is_first = True
         if device_weights is not None and len(device_weights) != len(devices):
             fact = f"device_weights must be {len(devices)} numbers, one for each device"
             raise ArgumentError(f"{fact}, got {len(device_weights)}")
-        # It raises where a number is out of its range. An AutoSplit has no search yet.
-        SplitPolicy.split(self, 0)
-
-    @property
-    def gpu0_bsz(self) -> int | None:
-        """The most samples that the first device gets now; None if "auto" has seen no batch."""
-        return self._number
+        self.split(0)  # it raises where a number is out of its range
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk size of each device for a batch of the next call."""
         if self.device_weights is not None:
-            return split_by_weights(batch_size, self.device_weights, self._number)
-        limit = batch_size if self._number is None else self._number
+            return split_by_weights(batch_size, self.device_weights, self.gpu0_bsz)
+        limit = batch_size if self.gpu0_bsz is None else self.gpu0_bsz
         return split_batch(batch_size, len(self.devices), limit)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
@@ -70,10 +64,9 @@ class SplitPolicy:
             BalanceWarning: the number has no effect on the first batch.
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
-        has_effect = self._number is None or self.device_weights or self._number < even
-        if batch_size and self._is_first and not has_effect:
+        if self._is_first and not self.device_weights and 0 < even <= (self.gpu0_bsz or 0):
             fact = f"the split of this first batch of {batch_size} is the even one, {chunk_sizes}"
-            warn(f"gpu0_bsz={self._number} has no effect: {fact}; choose gpu0_bsz below {even}")
+            warn(f"gpu0_bsz={self.gpu0_bsz} has no effect: {fact}; choose gpu0_bsz below {even}")
         self._is_first &= not batch_size
         return chunk_sizes
 
@@ -94,8 +87,10 @@ def smallest_chunk(module: nn.Module) -> int:
     return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
-class AutoSplit(SplitPolicy):
+class AutoSplit:
     """The rule by which ``gpu0_bsz="auto"`` splits: it searches while a training loop runs.
+
+    It has the methods and attributes of ``SplitPolicy``.
 
     An iteration begins with a forward pass with gradients on, and ends with the step of a
     ``torch.optim.Optimizer``; with gradient accumulation it has several calls. The first iteration
@@ -116,7 +111,7 @@ class AutoSplit(SplitPolicy):
             fact = f"needs distinct devices that count their memory, got {[*map(str, devices)]}"
             remedy = "give a number, or try it inside emulate_devices"
             raise ArgumentError(f"gpu0_bsz='auto' {fact}; {remedy}")
-        super().__init__(None, devices)
+        self.devices, self.device_weights = devices, None
         self.search = LoopSearch(capacities_of(devices), is_careful=not is_emulated(devices[0]))
         self.batch_size = 0
         self.num_iterations = 0
@@ -125,18 +120,27 @@ class AutoSplit(SplitPolicy):
         """The parameters of the model, by their identity."""
         self._peaks: Peaks | None = None
         """The peaks of the iteration that is under way."""
-        self._batch = (0, False)
-        """Its largest batch, and whether the gradients of this were added to others."""
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """The value for the largest batch so far."""
+        """The value for a batch of ``batch_size``; None if this is 0."""
         return self.split(self.batch_size)[0] if self.batch_size else None
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch of the next call."""
         self._note_failure()
         return self.search.split(batch_size)
+
+    def begin(self) -> None:
+        """Begin an iteration unless one is under way. Peaks are read while the search goes on."""
+        if self._peaks is None:
+            _watching[id(self)] = self
+            _register_hook(_note_step)
+            watched = () if self.search.is_over else self.devices
+            self._num_ooms = num_ooms(watched) or self._num_ooms
+            # Its largest batch, and whether the gradients of this were added to others.
+            self._batch = (0, False)
+            self._peaks = Peaks(watched)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
         """Record the call, and return its chunk sizes."""
@@ -150,24 +154,13 @@ class AutoSplit(SplitPolicy):
             self.batch_size = max(batch_size, self.batch_size)
         return chunk_sizes
 
-    def begin(self) -> None:
-        """Begin an iteration unless one is under way. Peaks are read while the search goes on."""
-        if self._peaks is None:
-            _watching[id(self)] = self
-            _register_hook()
-            if not self.search.is_over:
-                self._num_ooms = num_ooms(self.devices)
-            self._batch = (0, False)
-            self._peaks = Peaks(() if self.search.is_over else self.devices)
-
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the iteration that ends with the step of an optimizer, if it is the model's."""
         is_ours = any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
         if self._peaks is not None and is_ours:
+            peaks, self._peaks = self._peaks.allocated, None
             if self.num_iterations and not self.search.is_over:
-                split = self.search.split(self._batch[0])
-                self.search.tell(split, self._peaks.allocated, self._batch[1])
-            self._peaks = None
+                self.search.tell(self.search.split(self._batch[0]), peaks, self._batch[1])
             self.num_iterations += 1
 
     def _note_failure(self, has_failed: bool = False) -> bool:
@@ -178,10 +171,9 @@ class AutoSplit(SplitPolicy):
         Args:
             has_failed: whether memory is known to have run out.
         """
-        is_training = self._peaks is not None and torch.is_grad_enabled()
-        if not is_training and not has_failed:
-            return False
-        before, self._num_ooms = self._num_ooms, num_ooms(self.devices)
+        before, is_training = self._num_ooms, self._peaks is not None and torch.is_grad_enabled()
+        if is_training or has_failed:
+            self._num_ooms = num_ooms(self.devices)
         has_failed |= self._num_ooms != before
         if not is_training or not has_failed or not self._batch[0]:
             return False
@@ -209,7 +201,7 @@ def split_policy(
     gpu0_bsz: int | Literal["auto"] | None,
     devices: Sequence[torch.device],
     device_weights: Sequence[float] | None = None,
-) -> SplitPolicy:
+) -> SplitPolicy | AutoSplit:
     """Return the rule for a number, None or ``"auto"``, as for ``SplitPolicy``."""
     if gpu0_bsz == "auto" and device_weights is None:
         return AutoSplit(devices) if len(devices) > 1 else SplitPolicy(None, devices)
@@ -220,12 +212,9 @@ def split_policy(
 
 
 _watching: weakref.WeakValueDictionary[int, AutoSplit] = weakref.WeakValueDictionary()
+_register_hook = functools.cache(register_optimizer_step_post_hook)  # each hook once
 
 
-@functools.cache
-def _register_hook() -> None:
-    def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for split in filter(None, [reference() for reference in _watching.valuerefs()]):
-            split.note_step(optimizer)
-
-    register_optimizer_step_post_hook(note_step)
+def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for split in filter(None, [reference() for reference in _watching.valuerefs()]):
+        split.note_step(optimizer)
