@@ -18,7 +18,6 @@ from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.functional import balanced_data_parallel
 from ..tuning.loop import Loop
 
-_STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
 _TORCHS: Any = nn.DataParallel
 
 
@@ -82,7 +81,7 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if _STEPS & set(vars(cls)):
+        if {"forward", "scatter", "replicate", "parallel_apply", "gather"} & set(vars(cls)):
             cls.__bases__ = tuple(_TORCHS if b is DataParallel else b for b in cls.__bases__)
 
 
@@ -92,11 +91,10 @@ def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
     A trainer of a class C becomes one of ``class Balanced(BalancedTrainer, C)``, which the report
     suggests. Classes that the script has derived from ``BalancedTrainer`` stay as they are.
     """
-    spec = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
-    loader: Any = spec and spec.loader
-    if loader is None:
+    spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
+    if spec is None:
         return None
-    execute = loader.exec_module
+    execute = spec.loader.exec_module
 
     def execute_and_replace(module: Any) -> None:
         execute(module)
@@ -111,5 +109,5 @@ def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
 
         module.Trainer.__new__ = new
 
-    loader.exec_module = execute_and_replace
+    spec.loader.exec_module = execute_and_replace
     return spec

@@ -55,18 +55,16 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
 
     def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
         """Gather the outputs that ``Trainer`` needs."""
-        selected = [_select(output, self.gathers_loss_only) for output in outputs]
-        return super().gather(selected, output_device)
+        return super().gather([*map(self._select, outputs)], output_device)
 
-
-def _select(output: Any, loss_only: bool) -> Any:
-    """Return the loss of an output, or all but its key-value caches, which the Trainer ignores."""
-    if isinstance(output, Mapping):
-        names = [name for name in output if not isinstance(output[name], Cache)]
-        names = ["loss"] if loss_only and "loss" in output else names
-        cls = type(output) if isinstance(output, ModelOutput) else dict
-        return cls(**{name: output[name] for name in names})
-    return output[:1] if loss_only and isinstance(output, tuple) else output
+    def _select(self, output: Any) -> Any:
+        """Return the loss, or all but key-value caches, which the Trainer ignores."""
+        if isinstance(output, Mapping):
+            names = [name for name in output if not isinstance(output[name], Cache)]
+            names = ["loss"] if self.gathers_loss_only and "loss" in output else names
+            cls = type(output) if isinstance(output, ModelOutput) else dict
+            return cls(**{name: output[name] for name in names})
+        return output[:1] if self.gathers_loss_only and isinstance(output, tuple) else output
 
 
 class BalancedTrainer(Trainer):
@@ -110,10 +108,9 @@ class BalancedTrainer(Trainer):
         device_ids: Sequence[Device] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._split = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-        self._split["gpu0_bsz"] = gpu0_bsz
+        self._wrapping: dict[str, Any] = {"gpu0_bsz": gpu0_bsz, "device_ids": []}
+        self._wrapping |= {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.parallel_model: _TrainerParallel | None = None
-        self._devices: list[torch.device] = []
         super().__init__(*args, **kwargs)
         self.add_callback(_KeepSplit(self))
         if not self.is_model_parallel and self.args.parallel_mode != ParallelMode.DISTRIBUTED:
@@ -124,7 +121,7 @@ class BalancedTrainer(Trainer):
 
     def _use(self, devices: list[torch.device]) -> None:
         """Show ``Trainer`` one device and the whole batch, so that it corrects no loss."""
-        self._devices = devices
+        self._wrapping["device_ids"] = devices
         self.args = copy.copy(self.args)  # the caller may pass them to another Trainer
         self.args.per_device_train_batch_size *= len(devices)
         self.args.per_device_eval_batch_size *= len(devices)
@@ -141,12 +138,11 @@ class BalancedTrainer(Trainer):
         wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
         is_bare = self.accelerator.unwrap_model(model, keep_torch_compile=False) is model is wrapped
         is_quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
-        if len(self._devices) < 2 or not is_bare or is_quantized:
+        if len(self._wrapping["device_ids"]) < 2 or not is_bare or is_quantized:
             return wrapped
-        parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
-        parallel.autocast_dtype = AUTOCAST_DTYPES.get(self.accelerator.mixed_precision)
-        self.parallel_model = parallel
-        return parallel
+        self.parallel_model = _TrainerParallel(module=model, **self._wrapping)
+        self.parallel_model.autocast_dtype = AUTOCAST_DTYPES.get(self.accelerator.mixed_precision)
+        return self.parallel_model
 
     def compute_loss(  # type: ignore[override]  # Trainer's names each argument
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
@@ -177,11 +173,15 @@ class BalancedTrainer(Trainer):
         return nullcontext()
 
 
-class _KeepSplit(TrainerCallback):
-    """Stores the result of ``gpu0_bsz="auto"`` in the Trainer's state, and starts with it."""
+class _Callback(TrainerCallback):
+    """A callback that reads the wrapped model of a trainer."""
 
     def __init__(self, trainer: BalancedTrainer) -> None:
-        self._trainer = trainer
+        self._trainer: Any = trainer
+
+
+class _KeepSplit(_Callback):
+    """Stores the result of ``gpu0_bsz="auto"`` in the Trainer's state, and starts with it."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         parallel, stored = self._trainer.parallel_model, state.stateful_callbacks.get(STATE_KEY)
@@ -194,7 +194,7 @@ class _KeepSplit(TrainerCallback):
             state.stateful_callbacks[STATE_KEY] = {"attributes": found}
 
 
-class MemoryCallback(TrainerCallback):
+class MemoryCallback(_Callback):
     """A callback that logs the peak memory of each device whenever the Trainer logs.
 
     The values are those of ``MemoryLogger``: ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum
@@ -210,9 +210,6 @@ class MemoryCallback(TrainerCallback):
     Examples:
         ``trainer.add_callback(MemoryCallback(trainer))``
     """
-
-    def __init__(self, trainer: BalancedTrainer) -> None:
-        self._trainer: Any = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Create the logger if the model is wrapped."""
