@@ -52,6 +52,7 @@ class Blueprint:
         bound: the values that may be bound to modules: the index of a dictionary among those with
             attributes and hooks, the key, and the value.
         compiled: the indices of the modules that are results of ``torch.compile``.
+        replicating: for each module, whether it overrides ``_replicate_for_data_parallel``.
 
     Raises:
         RuntimeError: a submodule is scripted or compiled in place.
@@ -71,6 +72,9 @@ class Blueprint:
         items = [(i, *item) for i, d in enumerate(_with(HOOKS, own)) for item in d.items()]
         self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
+        self.replicating = list(map(_replicates_itself, self.modules))
+        members = _with((*MEMBERS, *HOOKS), own)[len(own) :]
+        self._filled, self._empty = list(filter(None, members)), [d for d in members if not d]
         self._contents = self._take_contents()
 
     def _index(self, kind: str, values: list[Any]) -> list[_Place]:
@@ -94,21 +98,21 @@ class Blueprint:
         """Return whether ``network`` is the module, and its attributes have not changed."""
         *before, values_before = self._contents
         *now, values_now = self._take_contents()
-        is_same = self.modules[0] is network and before == now
+        is_same = self.modules[0] is network and before == now and not any(self._empty)
         return is_same and all(map(operator.is_, values_before, values_now))
 
     def _take_contents(self) -> tuple[list[Any], ...]:
         """Return the types of the modules, and the sizes, keys and values of their dictionaries.
 
-        Compare the values by identity, since not all of them support equality.
+        Compare the values by identity, since not all of them support equality. Those of a
+        ``__dict__`` include the dictionaries of members and hooks, so these are still the same.
         """
-        dictionaries = _with((*MEMBERS, *HOOKS), [module.__dict__ for module in self.modules])
-        filled = list(filter(None, dictionaries))
+        dictionaries = [*[module.__dict__ for module in self.modules], *self._filled]
         return (
             list(map(type, self.modules)),
             list(map(len, dictionaries)),
-            list(chain.from_iterable(filled)),
-            list(chain.from_iterable(map(dict.values, filled))),
+            list(chain.from_iterable(dictionaries)),
+            list(chain.from_iterable(map(dict.values, dictionaries))),
         )
 
 
@@ -125,7 +129,7 @@ class Replica:
 
     def __init__(self, blueprint: Blueprint) -> None:
         self._blueprint = blueprint
-        self.modules: list[Any] = list(map(_shallow_copy, blueprint.modules))
+        self.modules: list[Any] = [*map(_shallow_copy, blueprint.modules, blueprint.replicating)]
         self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
         self._register(blueprint.children, self.modules)
         self._register(blueprint.places, [None] * len(blueprint.tensors))
@@ -135,13 +139,14 @@ class Replica:
         for index in blueprint.compiled:
             self.modules[index]._initialize()  # binds its forward to the copy
         self._resettable = _with(MEMBERS, self.attributes)
-        self._made_with = list(map(dict, self._resettable))
+        self._filled = list(filter(None, self._resettable))
+        self._made_with = list(map(dict, self._filled))
         """The attributes and members between calls: children, and no tensors."""
         self._hooks = _with(HOOKS, self.attributes)[len(self.modules) :]
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         # A free-threaded build counts the references of each thread apart.
         can_count = not is_free_threaded_build()
-        self._can_recycle = can_count and not any(map(_replicates_itself, self.modules))
+        self._can_recycle = can_count and not any(blueprint.replicating)
         self._arriving: list[dict[str, Any]] = []
         self._fingerprint = self._take_fingerprint()
 
@@ -211,7 +216,7 @@ class Replica:
         if not self._can_recycle or self._fingerprint != self._take_fingerprint():
             return False
         deque(map(dict.clear, filter(None, self._resettable)), maxlen=0)  # a loop in C
-        deque(map(dict.update, self._resettable, self._made_with), maxlen=0)
+        deque(map(dict.update, self._filled, self._made_with), maxlen=0)
         return True
 
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
@@ -230,13 +235,14 @@ class Replica:
         )
 
 
-def _shallow_copy(module: nn.Module) -> nn.Module:
+def _shallow_copy(module: nn.Module, replicates_itself: bool) -> nn.Module:
     copy: nn.Module
-    if _replicates_itself(module):
+    if replicates_itself:
         copy = module._replicate_for_data_parallel()
     else:
         copy = object.__new__(type(module))  # its own __new__ may need arguments
-        copy.__dict__.update(module.__dict__, _is_replica=True)
+        copy.__dict__.update(module.__dict__)
+        copy.__dict__["_is_replica"] = True
     own = copy.__dict__
     for kind in HOOKS:
         own[kind] = own[kind].copy()
