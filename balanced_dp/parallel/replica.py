@@ -228,7 +228,7 @@ class Replica:
         # sys.getrefcount counts local variables, so none may hold a module.
         bound, hooks = [strong for _, _, strong, _ in self._bound], filter(None, self._hooks)
         return (
-            list(map(sys.getrefcount, chain(self.modules, self._resettable, bound))),
+            list(map(sys.getrefcount, chain(self.modules, self._filled, bound))),
             list(map(weakref.getweakrefcount, self.modules)),
             list(map(type, self.modules)),
             list(map(id, chain.from_iterable(map(dict.values, hooks)))),
