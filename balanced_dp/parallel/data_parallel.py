@@ -35,7 +35,7 @@ from .auto import STATE_KEY, split_policy
 from .check import CheckResult, compare
 from .gather import Gather
 from .homes import on_one_device, spread_parameters
-from .losses.cross_entropy import current_call
+from .losses.cross_entropy import current_call, running
 from .losses.join import Call, OutputHistory
 from .losses.weights import ScalarOutputs, check_options
 from .nested import check_paths
@@ -217,7 +217,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ids = [self.device_ids[i] for i in active]
             call = self._new_call(ids, None if batch_size is None else [sizes[i] for i in active])
             # In the call, the steps find it as ``self._current_call``.
-            with advising(self.devices, sizes, self._policy.remedy), call.running():
+            with advising(self.devices, sizes, self._policy.remedy), running(call):
                 args, keywords = self.scatter(inputs, kwargs, ids)
                 call.arguments = list(zip(args, keywords, strict=True))
                 replicas = self.replicate(self.module, ids)

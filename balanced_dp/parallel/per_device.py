@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .gather import Gather
+from .losses.cross_entropy import running
 from .losses.join import Call
 from .losses.weights import ScalarOutputs, check_options
 from .parallel_apply import Workers, parallel_apply
@@ -136,7 +137,7 @@ class PerDevice(Scattered):
         """Call a function for each output, on its device, and join the results."""
         devices, sizes = self.devices, self.chunk_sizes
         arguments = call.arguments = inputs.scatter(devices, sizes)
-        with call.running():
+        with running(call):
             results = parallel_apply(functions, arguments, devices, self._idle_workers, sizes)
         joined = Gather(self.output_device, call).join(results)
         call.look_for_mixing(results)

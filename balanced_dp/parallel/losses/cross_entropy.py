@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,6 @@ class Counted:
     """A cross entropy.
 
     Attributes:
-        position: how many the replica has computed before.
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
         weight: the weights of classes, or None.
@@ -43,7 +42,6 @@ class Counted:
         version: the version of the result; a write in place raises it.
     """
 
-    position: int
     kind: str
     count: Any
     weight: Tensor | None
@@ -53,11 +51,6 @@ class Counted:
     result: Tensor
     version: int
 
-    def compares_samples(self) -> bool:
-        """Return whether the targets are the rows of a square input. This waits for the device."""
-        rows = [] if self.target is None else self.target.sort().values.tolist()
-        return rows == [*range(len(rows))] != []
-
     def is_(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the result, detached or not, and was not written to since.
 
@@ -66,9 +59,13 @@ class Counted:
         return (
             not tensor.is_inference()
             and tensor.untyped_storage()._cdata == self.result.untyped_storage()._cdata
-            and tensor.storage_offset() == self.result.storage_offset()
-            and _version(tensor) == self.version
+            and tensor._version == self.version
         )
+
+
+def counts_of(own: Sequence[Counted]) -> list[Any]:
+    """Return the count of the cross entropy of each replica."""
+    return [one.count for one in own]
 
 
 current_call: ContextVar[Any] = ContextVar("current_call", default=None)
@@ -76,29 +73,26 @@ current_call: ContextVar[Any] = ContextVar("current_call", default=None)
 
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
 _lock = threading.Lock()
-
-
-class _User:
-    """A call that counts cross entropies. It dies with the call, even if an interrupt ends that."""
-
-
-_users = weakref.WeakSet[_User]()
+_running = weakref.WeakSet[Any]()
+"""The running calls. One that an interrupt ends within ``running`` is no longer among them."""
 
 
 @contextlib.contextmanager
-def counting(call: Any) -> Iterator[None]:
-    """Context manager in which a call is running, and its cross entropies are counted."""
-    user, token = _User(), current_call.set(call)
+def running(call: Any) -> Iterator[None]:
+    """Context manager in which a ``Call`` is running, and its cross entropies are counted."""
+    sizes, is_auto = call.chunk_sizes or (), call.scalar_outputs == "auto"
+    call.counted = [[] for _ in sizes] if len(sizes) > 1 and is_auto else []
+    token = current_call.set(call)
     try:
         with _lock:
-            _users.add(user)
+            _running.add(call)
             _exchange(_FUNCTIONS, _counting_functions())
         yield
     finally:
         current_call.reset(token)
         with _lock:
-            _users.discard(user)
-            if not _users:
+            _running.discard(call)
+            if not _running:
                 _exchange(_counting_functions(), _FUNCTIONS)
 
 
@@ -141,21 +135,22 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **options: float,
     ) -> Tensor:
         loss = function(input, target, weight, reduction, ignore_index, *smoothing, **options)
-        found = None if torch.compiler.is_compiling() else _of_replica.get()
+        found, kind = _of_replica.get(), _KINDS.get(reduction)
         is_plain = torch._C._functorch.peek_interpreter_stack() is None
-        if found is None or reduction not in _KINDS or not is_plain:
+        if found is None or kind is None or torch.compiler.is_compiling() or not is_plain:
             return loss
         count = _count(target, weight, ignore_index)
         result = loss.detach()
-        if reduction == 1 and isinstance(count, Tensor):
+        if kind == "mean" and isinstance(count, Tensor):
             # 0 / 0 if nothing counts, which would hide what else is added to it.
-            result.masked_fill_(count == 0, 0)
+            is_empty = count == 0
+            result.masked_fill_(is_empty, 0)
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
-                loss.grad_fn.register_hook(functools.partial(_without_nan, count == 0))
+                loss.grad_fn.register_hook(functools.partial(_zero_where, is_empty))
         value = loss.clone()  # the loss may be written to
         pairs = target if tuple(input.shape) == 2 * tuple(target.shape) else None
-        asked = len(found), _KINDS[reduction], count, weight, pairs
-        found.append(Counted(*asked, value, loss.grad_fn, result, _version(loss)))
+        version = 0 if loss.is_inference() else loss._version
+        found.append(Counted(kind, count, weight, pairs, value, loss.grad_fn, result, version))
         return loss
 
     return compute
@@ -172,11 +167,6 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
     return (weights * is_counted).sum()
 
 
-def _without_nan(is_empty: Tensor, grad_inputs: Any, grad_outputs: Any) -> Any:
+def _zero_where(is_empty: Tensor, gradients: Sequence[Tensor | None], _: Any) -> Any:
     """Replace the gradients of a mean over nothing, 0 / 0, by 0."""
-    first, *rest = grad_inputs
-    return (None if first is None else first.masked_fill(is_empty, 0), *rest)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return tuple(g if g is None else g.masked_fill(is_empty, 0) for g in gradients)

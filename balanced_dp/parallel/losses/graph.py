@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -45,8 +46,6 @@ _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|S
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
 
-UNLIKE = "the replicas computed it in different ways, such as by a branch or loop"
-
 
 class UnclearError(Exception):
     """It is not known how a loss depends on its samples; the message says why."""
@@ -59,26 +58,22 @@ class Term:
     Attributes:
         factors: the number that multiplies the term on each replica.
         is_scaled: whether a number or a tensor multiplies or divides it.
-        scales: a 0-dim tensor of each replica, computed from parameters, that also multiplies it.
+        scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
         kind: ``"mean"``, ``"sum"``, or "" if it does not depend on samples.
-        counts: how many entries it reduces on each replica: numbers, or 0-dim tensors.
-        nodes: its node on each replica.
+        counts: how many entries it reduces on each replica; empty for a cross entropy.
+        nodes: its node on each replica; empty for a cross entropy.
         own: its cross entropy on each replica; empty if it is another term.
     """
 
     factors: Sequence[float]
     is_scaled: bool = False
-    scales: Sequence[Tensor] = ()
+    scales: Sequence[Sequence[Tensor]] = ()
     divisors: Sequence[Tensor] = ()
     kind: str = ""
-    counts: Sequence[Any] = ()
+    counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     own: Sequence[Counted] = ()
-
-    def times(self, numbers: Sequence[float]) -> Term:
-        """Return the term multiplied by a number on each replica."""
-        return replace(self, factors=[a * b for a, b in zip(self.factors, numbers, strict=True)])
 
 
 def terms_of(
@@ -96,7 +91,7 @@ def terms_of(
         UnclearError: a loss is not such a sum.
     """
     if any(loss.grad_fn is None for loss in losses):
-        raise UnclearError("it has no graph (for an accuracy, return a row for each sample)")
+        raise UnclearError("it has no graph")
     found = []
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
     stack = [(start, Term([1.0] * len(losses)))]
@@ -106,38 +101,36 @@ def terms_of(
             nodes = [node for node, _ in edges]
             if None in nodes or _are_of_no_sample(nodes):
                 found.append(term)
-            elif len({operator_name(node) for node in nodes}) > 1:
-                raise UnclearError(UNLIKE)
+            elif len({(operator_name(node), len(node.next_functions)) for node in nodes}) > 1:
+                raise UnclearError("the replicas computed it differently, as by a branch or loop")
             elif all(node in counted for node in nodes):
                 own = [counted[node] for node in nodes]
-                if len({one.position for one in own}) > 1:
-                    raise UnclearError(UNLIKE)
-                counts = [one.count for one in own]
-                found.append(replace(term, kind=own[0].kind, counts=counts, own=own))
+                found.append(replace(term, kind=own[0].kind, own=own))
             elif counts := _counts(edges, sizes, dim):
                 found.append(replace(term, kind=_kind_of(nodes[0]), counts=counts, nodes=nodes))
+            elif inputs := _inputs(nodes, term, sizes, dim):
+                stack += inputs
+            elif _is_of_weights(edges, sizes, dim):
+                found.append(term)
             else:
-                try:
-                    stack += _inputs(nodes, term, sizes, dim)
-                except UnclearError:
-                    if not _is_of_weights(edges, sizes, dim):
-                        raise
-                    found.append(term)
+                raise _not_only(nodes[0])
     return found
+
+
+def _not_only(node: Any) -> UnclearError:
+    return UnclearError(f"it uses {operator_name(node)}, not only means and sums")
 
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     """Return over how many entries each replica reduces its samples; empty if it does not."""
     inputs = [[edge for edge in node.next_functions if edge[0]] for node, _ in edges]
-    if not all(inputs):
+    if not all(inputs) or _is_stack(inputs[0][0][0]):
         return []
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*own[0]) for own in inputs]
     is_even = len(set(sizes)) == 1
     reducer = _reducer(edges[0][0], sizes[0], dim) if is_even else None
     has_samples = [_have_samples(shapes, sizes, dim) for shapes in (inner, outer)]
-    if _is_stack(inputs[0][0][0]) or (reducer is None and has_samples != [True, False]):
-        return []
-    if reducer not in (None, edges[0][0]):
+    if reducer is not edges[0][0] and (reducer or has_samples != [True, False]):
         return []
     if dim and is_even and sizes[0] in outer[0]:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
@@ -178,9 +171,9 @@ def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: in
 
     With chunks of one size, it is supposed of tensors whose batch dimension is a multiple.
     """
-    shape = shapes[0]
-    if len(set(sizes)) > 1 or any(other != shape for other in shapes):
-        return any(other != shape for other in shapes)
+    shape, *others = shapes
+    if len(set(sizes)) > 1 or any(other != shape for other in others):
+        return any(other != shape for other in others)
     return -len(shape) <= dim < len(shape) and shape[dim] % sizes[0] == 0
 
 
@@ -195,21 +188,14 @@ def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
         seen.add(nodes[0])
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
         # Samples have no graph themselves, and a custom function hides what it uses.
-        has_others = any(child is None for edges in inputs for child, _ in edges)
-        is_scaled = operator_name(nodes[0]) in ("Mul", "Div") and _is_number(nodes[0]._saved_other)
         hides_samples = any(isinstance(node, BackwardCFunction) for node in nodes)
-        if hides_samples or (has_others and not is_scaled):
+        has_others = any(child is None for edges in inputs for child, _ in edges)
+        if hides_samples or (has_others and _multiplier(nodes[0]) is None):
             return False
         if _have_samples([shape_of(*edge) for edge in edges], sizes, dim):
             return False
         stack += [edges for edges in inputs if edges[0][0]]
     return True
-
-
-def _is_scale(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
-    """Return whether a value is a number that is computed from parameters."""
-    is_number = edges[0][0] is not None and not shape_of(*edges[0])
-    return is_number and _is_of_weights(edges, sizes, dim)
 
 
 def _are_of_no_sample(nodes: Sequence[Any]) -> bool:
@@ -225,55 +211,58 @@ def _kind_of(node: Any) -> str:
         kind = name.lower()
     # A cross entropy that was not counted is over an unknown number of targets.
     if not kind or hasattr(node, "_saved_ignore_index"):
-        raise UnclearError(
-            f"it uses {name}, which is neither a mean nor a sum over samples"
-            + " (of a row, use squeeze(-1))" * (name == "Squeeze")
-        )
+        raise _not_only(node)
     return kind
 
 
 def _inputs(
     nodes: Sequence[Any], term: Term, sizes: Sequence[int], dim: int
 ) -> list[tuple[Edges, Term]]:
-    """Return the inputs of an operator, and the terms that they are."""
+    """Return the inputs of an operator, and the terms that they are; empty if it is not known."""
     name = operator_name(nodes[0])
-    if len({len(node.next_functions) for node in nodes}) > 1:
-        raise UnclearError(UNLIKE)
     inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
-    if name in ("Add", "Sub", "Rsub"):
-        num_entries = math.prod(shape_of(nodes[0]))
-        if any(c and math.prod(shape_of(c, i)) != num_entries for c, i in nodes[0].next_functions):
-            raise UnclearError(f"it uses {name} of tensors that differ in size")
-        alpha = getattr(nodes[0], "_saved_alpha", 1) * (1 if name == "Add" else -1)
-        scaled = term.times([alpha] * len(nodes))
-        return list(zip(inputs, (scaled, term) if name == "Rsub" else (term, scaled), strict=False))
-    if name in ("Mul", "Div"):
-        term = replace(term, is_scaled=True)
-        others = [node._saved_other for node in nodes]
-        if name == "Div" and not term.divisors and all(map(_is_divisor, others)):
-            return [(inputs[0], replace(term, divisors=others))]
+    term = replace(term, is_scaled=term.is_scaled or name in ("Mul", "Div"))
+    if name == "Div" and not term.divisors:
+        divisors = [node._saved_other for node in nodes]
+        if all(map(_is_divisor, divisors)):
+            return [(inputs[0], replace(term, divisors=divisors))]
     if name == "Mul" and len(inputs) == 2:
         for value, scale, saved in ((0, 1, "_saved_other"), (1, 0, "_saved_self")):
-            if not term.scales and _is_scale(inputs[scale], sizes, dim):
-                scales = [getattr(node, saved) for node in nodes]
+            child, number = inputs[scale][0]
+            if child and not shape_of(child, number) and _is_of_weights(inputs[scale], sizes, dim):
+                scales = *term.scales, [getattr(node, saved) for node in nodes]
                 return [(inputs[value], replace(term, scales=scales))]
-    term = term.times([_number_of(node) for node in nodes])
-    return [(edges, term) for edges in inputs if edges[0][0]]
+    # For each input, the number of each replica.
+    numbers = zip(*map(_multipliers, nodes), strict=False)
+    return [
+        (edges, replace(term, factors=[a * b for a, b in zip(term.factors, own, strict=True)]))
+        for edges, own in zip(inputs, numbers, strict=False)
+    ]
 
 
-def _number_of(node: Any) -> float:
-    """Return the number by which an operator multiplies its inputs."""
-    name = operator_name(node)
-    if name in ("Mul", "Div"):
-        if not _is_number(node._saved_other):
-            raise UnclearError(f"it uses {name}, but not by a number")
-        number = float(node._saved_other)
-        return number if name == "Mul" else 1 / (number or math.nan)
+def _multipliers(node: Any) -> Sequence[float]:
+    """Return the number by which an operator multiplies each input; empty if it does not."""
+    name, (child, index), shape = operator_name(node), node.next_functions[0], shape_of(node)
+    if name in ("Add", "Sub", "Rsub"):
+        if any(c and math.prod(shape_of(c, n)) != math.prod(shape) for c, n in node.next_functions):
+            return ()  # a number is added to each entry
+        alpha = getattr(node, "_saved_alpha", 1)
+        return {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1)}[name]
     if name == "Mean":
-        return math.prod(shape_of(node)) / (math.prod(shape_of(*node.next_functions[0])) or 1)
-    if name != "Neg" and not _KEEPS.fullmatch(name):
-        raise UnclearError(f"it uses {name} on means or sums")
-    return -1.0 if name == "Neg" else 1.0
+        return [math.prod(shape) / (math.prod(shape_of(child, index)) or 1)]
+    if name == "Neg" or _KEEPS.fullmatch(name):
+        return [-1 if name == "Neg" else 1] * len(node.next_functions)
+    number = _multiplier(node)
+    return () if number is None else [number]
+
+
+def _multiplier(node: Any) -> float | None:
+    """Return the number of Python's by which an operator multiplies its input, or None."""
+    name = operator_name(node)
+    if name not in ("Mul", "Div") or not _is_number(node._saved_other):
+        return None
+    number = float(node._saved_other)
+    return number if name == "Mul" else 1 / (number or math.nan)
 
 
 def masks_behind(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> list[Tensor]:
@@ -295,15 +284,15 @@ def _is_divisor(saved: object) -> bool:
 
 def _is_number(saved: object) -> bool:
     """Return whether autograd saved one of Python's numbers, which has no say in the type."""
-    if not isinstance(saved, Tensor):
-        return saved is not None
+    if not isinstance(saved, Tensor) or saved.dim():
+        return isinstance(saved, Real)
     dtype = torch.half if saved.is_floating_point() else torch.int8
     return torch.result_type(saved, torch.ones((), dtype=dtype)) == dtype
 
 
-def are_equal(numbers: Sequence[float]) -> bool:
+def are_equal(numbers: Sequence[float], rel_tol: float = 1e-9) -> bool:
     """Return whether numbers differ by no more than rounding."""
-    return all(math.isclose(number, numbers[0], rel_tol=1e-9) for number in numbers)
+    return all(math.isclose(number, numbers[0], rel_tol=rel_tol) for number in numbers)
 
 
 def shape_of(node: Any, number: int = 0) -> Sequence[int]:
@@ -339,24 +328,23 @@ def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: Sequence[in
     """
     seen = set[Any]()
     # Up to its reductions, which are joined, a loss has the same shapes on both.
-    stack: list[Any] = [
-        ((one.grad_fn, other.grad_fn), (one.shape, other.shape), one.shape == other.shape)
-        for one, other in outputs
+    stack: list[tuple[Edges, bool]] = [
+        ([(one.grad_fn, one.output_nr) for one in pair], True) for pair in outputs
     ]
     with looking_at_nodes:
         while stack:
-            (node, other), shapes, is_loss = stack.pop()
-            if node in seen or type(node) is not type(other) or is_parameter(node):
+            edges, is_loss = stack.pop()
+            node, other = (node for node, _ in edges)
+            if node in seen or type(node) is not type(other) or node is None or is_parameter(node):
                 continue
             seen.add(node)
-            is_loss = is_loss and shapes[0] == shapes[1]
-            inputs: list[Pair] = []
-            for a, b in zip(node.next_functions, other.next_functions, strict=False):
-                if a[0] is not None and b[0] is not None:
-                    inputs.append((shape_of(*a), shape_of(*b)))
-                    stack.append(((a[0], b[0]), inputs[-1], is_loss))
+            one, two = (shape_of(*edge) for edge in edges)
+            is_loss = is_loss and one == two
+            inputs = list(zip(node.next_functions, other.next_functions, strict=False))
+            stack += [(pair, is_loss) for pair in inputs]
             is_custom = isinstance(node, BackwardCFunction) or node.name() == "CopySlices"
-            how = "" if is_custom else _mixes(node, shapes, inputs, sizes, is_loss)
+            pairs = [(shape_of(*a), shape_of(*b)) for a, b in inputs if a[0] and b[0]]
+            how = "" if is_custom else _mixes(node, (one, two), pairs, sizes, is_loss)
             if how:
                 return f"{operator_name(node)} {how}"
     return ""
@@ -366,18 +354,18 @@ def _mixes(
     node: Any, shapes: Pair, inputs: Sequence[Pair], sizes: Sequence[int], is_loss: bool
 ) -> str:
     """Return how an operator computes samples from each other, by its shapes on two replicas."""
-    (one, other), (n, m) = shapes, sizes
-    name = operator_name(node)
+    name, (one, other) = operator_name(node), shapes
+    axes = [axis for pair in inputs for axis in _axes(pair, sizes)]
     if one != other:
-        pairs = (n * n, m * m), (n * (n - 1), m * (m - 1)), (n * (n - 1) // 2, m * (m - 1) // 2)
-        if len(_axes(shapes, sizes)) > 1 or any(p in pairs for p in zip(one, other, strict=False)):
+        pairs = [(n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes]
+        is_of_pairs = any(p in zip(*pairs, strict=True) for p in zip(one, other, strict=False))
+        if is_of_pairs or len(_axes(shapes, sizes)) > 1:
             return "computes a number for each pair of samples"
     elif is_loss:
         return ""
-    elif any(_axes(pair, sizes) for pair in inputs) and not _SELECTS.fullmatch(name):
+    elif axes and not _SELECTS.fullmatch(name):
         return "reduces the samples of each chunk"
-    along = {axis for pair in inputs for axis in _axes(pair, sizes)}
-    if _GOES_ALONG.fullmatch(name) and along.intersection(d % len(one) for d in dims_of(node)):
+    if _GOES_ALONG.fullmatch(name) and {*axes}.intersection(d % len(one) for d in dims_of(node)):
         return "goes along the samples of each chunk"
     return ""
 

@@ -17,8 +17,9 @@ averaged by samples, with one warning.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 from numbers import Real
@@ -31,36 +32,14 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from ..nested import Arguments, described
-from .cross_entropy import Counted, counting
+from .cross_entropy import Counted, counts_of
 from .graph import Term, UnclearError, are_equal, how_samples_mix, masks_behind, terms_of
-from .weights import ScalarOutputs, Tensors, ignore_if_empty, total, weight_of_chunk, weighted_mean
-
-Weights = Sequence[Any] | None
-"""The weight of each replica in a mean, a number or a 0-dim tensor; None for sums, which add up."""
-
-Own = Sequence[tuple[int, float, Sequence[Tensor]]]
-"""Positions of cross entropies, the number that multiplies each, and ``Term.scales``."""
-
-SAMPLES, SUM = "samples", "sum"
-"""The bases of rules: a mean weighted by chunk size, and a sum."""
+from .weights import ScalarOutputs, Tensors, Weights, ignore_if_empty, joined, weight_of_chunk
 
 _REMEDY = (
-    "Return its parts as outputs of their own and combine them outside, compute it outside from "
-    "gathered outputs, or give loss_weight or scalar_outputs"
+    "Return its parts to combine them outside, or rows (with squeeze(-1), not squeeze()), or give "
+    "loss_weight or scalar_outputs"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How a loss is joined: its cross entropies by their counts, the rest as the base says.
-
-    Attributes:
-        base: ``SAMPLES``, ``SUM``, or a key of weights that only the graph of a call tells.
-        own: the cross entropies that are means.
-    """
-
-    base: Any
-    own: Own = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -68,17 +47,12 @@ class OutputHistory:
     """The findings of earlier calls of a model about its outputs.
 
     Attributes:
-        rules: how losses were joined in the last call with gradients, by the function and the path
-            of the output, and the form of that call; or the reason why that is not known.
-        divided: whether a sum in an output is divided by its count.
-        looked_at: functions whose graph was searched for samples that mix, and outputs whose
-            cross entropies were asked whether they compare samples.
+        known: by function and path of an output, how it was joined in the last call with gradients:
+            its base, cross entropies and form. By other keys, answers that are found once.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
-    rules: dict[Any, tuple[Rule | str, Any]] = field(default_factory=dict)
-    divided: dict[Any, bool] = field(default_factory=dict)
-    looked_at: set[Any] = field(default_factory=set)
+    known: dict[Any, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
@@ -94,7 +68,7 @@ class OutputHistory:
             )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One call of a function on all devices: its split, and how its 0-dim outputs are joined.
 
@@ -109,6 +83,7 @@ class Call:
         loss_weight: the weight of each replica's losses; if None, the graph determines it.
         arguments: the arguments of each replica.
         owner: the model whose call it is, or None.
+        counted: the cross entropies of each replica; empty if none are counted.
     """
 
     history: OutputHistory
@@ -121,15 +96,6 @@ class Call:
     arguments: Sequence[Arguments] = ()
     owner: Any = None
     counted: Sequence[list[Counted]] = ()
-    _weights: list[Any] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Context manager in which the call is running, and cross entropies are counted."""
-        sizes, is_auto = self.chunk_sizes or (), self.scalar_outputs == "auto"
-        self.counted = [[] for _ in sizes] if len(sizes) > 1 and is_auto else ()
-        with counting(self):
-            yield
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
         """Return the value of the whole batch on ``device``. Differentiable.
@@ -146,154 +112,134 @@ class Call:
                 for term in terms_of(outputs, sizes, self.dim, {}):
                     ignore_if_empty(term.nodes, given)
         if given or not self.counted or is_symbolic(outputs[0].device):
-            return weighted_mean(outputs, given or sizes, device)
-        pairs = zip(self.counted, outputs, strict=True)
-        same = [one for counted, output in pairs for one in counted if one.is_(output)]
-        if len(same) == len(outputs) and len({one.position for one in same}) == 1:
-            self._check_counted(same[0].position, name)
-            counts = [one.count for one in same]
-            return _joined(outputs, counts if same[0].kind == "mean" else None, device)
+            return joined(outputs, given or sizes, device)
+        for own in zip(*self.counted, strict=False):
+            if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
+                self._look_at(name, [own])
+                return joined(outputs, counts_of(own) if own[0].kind == "mean" else None, device)
         try:
-            weights, own = self._plan(outputs, name)
-            found = [self._counted(position) for position, *_ in own]
+            weights, means = self._plan(outputs, (self._code, name))
         except UnclearError as error:
             self.warn(name, str(error))
-            return weighted_mean(outputs, sizes, device)
+            return joined(outputs, sizes, device)
+        self._look_at(name, [term.own for term in means])
         parts = []
-        for counted, (_, factor, scales) in zip(found, own, strict=True):
-            values = [one.value * factor for one in counted]
-            if scales:
-                values = [value * scale for value, scale in zip(values, scales, strict=True)]
+        for term in means:
+            numbers = zip(term.own, term.factors, *term.scales, strict=True)
+            values = [math.prod(others, start=one.value) for one, *others in numbers]
             outputs = [output - value for output, value in zip(outputs, values, strict=True)]
-            parts.append(weighted_mean(values, [one.count for one in counted], device))
+            parts.append(joined(values, counts_of(term.own), device))
         # If nothing counts, a mean may still be 0 / 1.
-        return sum(parts, _joined(outputs, weights, device, if_empty=1))
+        return sum(parts, joined(outputs, weights, device, if_empty=1))
 
-    def _plan(self, outputs: Tensors, name: str) -> tuple[Weights, Own]:
-        """Return the weights of an output, None if it adds up, and its cross entropies.
+    def _plan(self, outputs: Tensors, key: Any) -> tuple[Weights, Sequence[Term]]:
+        """Return the weights of an output, and the terms that are means of their own.
 
         Raises:
-            UnclearError: it is not known.
+            UnclearError: they are not known.
         """
-        key = self._code, name
+        sizes, known = self.chunk_sizes or (), self.history.known
         if torch.is_grad_enabled():
-            try:
-                found, weights = self._rule_by_graph(outputs, key)
-            except UnclearError as error:
-                self.history.rules[key] = str(error), None
-                raise
-            self.history.rules[key] = found, self.form
-            for position, *_ in found.own:
-                self._check_counted(position, name)
-            return weights, found.own
-        rule, form = self.history.rules.get(key) or (self._rule_by_value(outputs, key), self.form)
-        if isinstance(rule, str):
-            raise UnclearError(rule)
-        if form != self.form:
-            raise UnclearError("without gradients it has other arguments, or other cross entropies")
-        if rule.base not in (SAMPLES, SUM):
-            raise UnclearError("without gradients its counts or factors are not known")
-        return (self.chunk_sizes if rule.base == SAMPLES else None), rule.own
+            known[key] = "", (), self.form  # if this raises an error
+            nodes = {one.node: one for found in self.counted for one in found if one.node}
+            weights, means = self._parts(terms_of(outputs, sizes, self.dim, nodes), key)
+            bases: dict[Any, str] = {None: "sum", tuple(sizes): "samples"}
+            base = "" if any(term.scales for term in means) else bases.get(weights, "")
+            own = [(self.counted[0].index(term.own[0]), term.factors) for term in means]
+            known[key] = base, own, self.form
+            return weights, means
+        if key not in known:
+            return self._parts([self._term_by_value(outputs)], key)
+        base, own, form = known[key]
+        if not base or form != self.form:
+            raise UnclearError(
+                "without gradients its counts or factors are not known, or it has other arguments "
+                "or cross entropies than with gradients"
+            )
+        means = [Term(f[:1] * len(sizes), own=[c[i] for c in self.counted]) for i, f in own]
+        return (tuple(sizes) if base == "samples" else None), means
 
-    def _rule_by_value(self, outputs: Tensors, key: Any) -> Rule:
-        """Return how a multiple of a cross entropy is joined. This waits for the device.
+    def _term_by_value(self, outputs: Tensors) -> Term:
+        """Return the multiple of a cross entropy that an output is. This waits for the device.
 
         The loss of transformers is one, divided by ``num_items_in_batch``, and a Trainer may
         evaluate before it trains.
         """
-        for position in range(min(map(len, self.counted))):
-            own = self._counted(position)
+        for own in zip(*self.counted, strict=False):
             pairs = zip(outputs, own, strict=True)
             factors = [float(output) / (float(one.value) or math.nan) for output, one in pairs]
-            if factors[0] and all(isclose(f, factors[0], rel_tol=1e-6) for f in factors):
-                if own[0].kind == "mean":
-                    return Rule(SAMPLES, [(position, factors[0], ())])
-                counts = [one.count for one in own]
-                same = factors[:1] * len(own)
-                term = Term(same, is_scaled=True, kind="sum", counts=counts, own=own)
-                return Rule(self._base_of_sum(term, (key, position))[0])
-        raise UnclearError(
-            "no call with gradients has shown how it is computed (of a row, use squeeze(-1))"
-        )
+            if factors[0] and are_equal(factors, 1e-6):
+                return Term(factors[:1] * len(own), is_scaled=True, kind=own[0].kind, own=own)
+        raise UnclearError("no call with gradients has shown how it is computed")
 
-    def _rule_by_graph(self, outputs: Tensors, key: Any) -> tuple[Rule, Weights]:
-        """Return how an output is joined, and the weights of its base in this call.
+    def _parts(self, terms: Sequence[Term], key: Any) -> tuple[Weights, Sequence[Term]]:
+        """Return the weights of the terms, but for cross entropies that are means, and these.
 
         Raises:
-            UnclearError: it is not known.
+            UnclearError: the terms have different weights.
         """
-        nodes = {one.node: one for found in self.counted for one in found if one.node}
-        sizes = self.chunk_sizes or ()
-        terms = terms_of(outputs, sizes, self.dim, nodes)
-        own, bases = [], dict[Any, Weights]()
+        sizes = tuple(self.chunk_sizes or ())
+        means, found = [], set[Weights]()
         for i, term in enumerate(terms):
             if not any(term.factors):
                 continue  # as of parameters that must have a gradient
+            is_divided = not term.kind and self._are_divided(term, sizes)
             if term.kind == "sum":
-                bases.update([self._base_of_sum(term, (key, len(terms), i))])
-            elif (
-                term.divisors
-                or not are_equal(term.factors)
-                or (not term.kind and self._are_means(term, sizes))
-            ):
+                found.add(self._weights_of_sum(term, (key, len(terms), i, self.form)))
+            elif term.divisors or not are_equal(term.factors) or is_divided:
                 raise UnclearError("the replicas multiply a term by different numbers")
             elif term.own:
-                own.append((term.own[0].position, term.factors[0], term.scales))
+                means.append(term)
             elif term.kind:
-                bases.update([self._base_of_mean(term.counts)])
-        if len(bases) > 1:
+                found.add(self._weights_of_mean(term.counts))
+        if len(found) > 1:
             raise UnclearError("its means and sums have different weights")
-        if not (bases or own):
+        if not (found or means):
             raise UnclearError("no mean or sum over samples was found in it")
-        if SUM in bases and not all(term.kind for term in terms):
+        if None in found and not all(term.kind for term in terms):
             raise UnclearError("a term independent of samples is added to a sum")
-        base, weights = bases.popitem() if bases else (SAMPLES, sizes)
-        is_scaled = any(scales for _, _, scales in own)
-        return Rule("scaled" if is_scaled else base, own), weights
+        return (found.pop() if found else sizes), means
 
-    def _base_of_mean(self, counts: Sequence[int]) -> tuple[Any, Weights]:
-        """Return the base and the weights of a mean over so many entries."""
+    def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
+        """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
         sizes = self.chunk_sizes or ()
-        if are_equal([count / size for count, size in zip(counts, sizes, strict=True)]):
-            return SAMPLES, sizes
-        return ("entries", *counts), counts
+        follow = are_equal([count / size for count, size in zip(counts, sizes, strict=True)])
+        return tuple(sizes if follow else counts)
 
-    def _base_of_sum(self, term: Term, place: Any) -> tuple[Any, Weights]:
-        """Return the base and the weights of a sum, which is a mean if its count divides it.
+    def _weights_of_sum(self, term: Term, place: Any) -> Weights:
+        """Return the weights of a sum: None, or its counts if they divide it.
 
         Raises:
             UnclearError: it is divided by something else.
         """
-        sizes, factors = self.chunk_sizes or (), term.factors
-        is_even = len(set(sizes)) == 1
+        sizes, factors, known = self.chunk_sizes or (), term.factors, self.history.known
         if not term.is_scaled:
-            return SUM, None
+            return None
         if not term.divisors:
-            for numbers in [sizes] if term.own else [sizes, term.counts]:
-                if self._are_means(term, numbers):
-                    return self._base_of_mean(numbers)
-            if are_equal(factors) and not is_even:
-                return SUM, None
+            for numbers in (sizes, term.counts):
+                if numbers and self._are_divided(term, numbers):
+                    return self._weights_of_mean(numbers)
+            if are_equal(factors) and len(set(sizes)) > 1:
+                return None
         divisors: Sequence[Any] = term.divisors or [1 / (factor or math.nan) for factor in factors]
         if are_equal(factors) and self._is_argument(divisors):
-            return SUM, None
+            return None
         masks = masks_behind(term.nodes, sizes, self.dim)
-        counts: Sequence[Any] = [mask.sum() for mask in masks] or term.counts
-        place, divided = (place, self.form), self.history.divided
-        if place not in divided:  # the first call waits for the devices
+        counts = [mask.sum() for mask in masks] or counts_of(term.own) or term.counts
+        if place not in known:  # the first call waits for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
             # A count of 0 may have been replaced by 1, or by a number close to 0.
             fits = all(isclose(d, n, rel_tol=1e-6) or (d <= 1 and not n) for d, n in pairs)
-            if fits and not masks and not term.own:
-                return self._base_of_mean(counts)
+            if fits and counts is term.counts:
+                return self._weights_of_mean(term.counts)
             if not fits or any(n for _, n in pairs):
-                divided[place] = fits
-        if not divided.get(place, True):
+                known[place] = fits
+        if not known.get(place, True):
             raise UnclearError("it is divided by something other than its count")
         ignore_if_empty(term.nodes, counts)
-        return ("counts", place), counts
+        return tuple(counts)
 
-    def _are_means(self, term: Term, counts: Sequence[int]) -> bool:
+    def _are_divided(self, term: Term, counts: Sequence[int]) -> bool:
         """Return whether numbers divide a term by these counts."""
         products = [f * n for f, n in zip(term.factors, counts, strict=True) if n]
         # In chunks of one size, other constants have the same effect.
@@ -313,38 +259,34 @@ class Call:
         """Which arguments the call has, and how many cross entropies."""
         args, kwargs = self.arguments[0] if self.arguments else ((), {})
         given = frozenset(name for name, value in kwargs.items() if value is not None)
-        return len(args), given, len(self.counted[0])
+        return len(args), given, frozenset(map(len, self.counted))
 
-    def _counted(self, position: int) -> list[Counted]:
-        """Return the cross entropy of each replica at a position."""
-        if any(len(own) <= position for own in self.counted):
-            raise UnclearError("it is not computed in the same way as before")
-        return [own[position] for own in self.counted]
-
-    def _check_counted(self, position: int, name: str) -> None:
-        """Warn if a cross entropy is not over samples one by one. The first call waits for that."""
-        key = "counted", self._code, name, position
-        if key in self.history.looked_at:
+    def _look_at(self, name: str, found: Sequence[Sequence[Counted]]) -> None:
+        """Warn if cross entropies are not over samples one by one. This waits in the first call."""
+        key = "counted", self._code, name
+        if key in self.history.known:
             return
-        self.history.looked_at.add(key)
-        own, reason = self._counted(position), ""
-        weights = [one.weight.tolist() for one in own if one.weight is not None]
-        if any(weight != weights[0] for weight in weights):
-            reason = "the weights of its classes differ between the devices"
-        if all(one.compares_samples() for one in own):
-            reason = "its targets are the rows of the chunk, as if samples were compared"
-        if reason:
-            self.warn(name, reason)
+        self.history.known[key] = True
+        for own in found:
+            weights = [one.weight.tolist() for one in own if one.weight is not None]
+            if any(weight != weights[0] for weight in weights):
+                self.warn(name, "the weights of its classes differ between the devices")
+            targets = [one.target for one in own]
+            if all(t is not None and sorted(t.tolist()) == [*range(len(t))] for t in targets):
+                reason = "its targets are the rows of the chunk, as if samples were compared"
+                self.warn(name, reason)
 
     def _given_weights(self, name: str) -> list[Any]:
         """Return the weight of each replica's output by ``loss_weight``, if it gives one."""
-        if self.loss_weight is None:
-            return []
-        self._weights = self._weights or [
-            weight_of_chunk(self.loss_weight, self.function, *own) for own in self.arguments
-        ]
         weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
         return [] if any(weight is None for weight in weights) else weights
+
+    @functools.cached_property
+    def _weights(self) -> list[Any]:
+        """What ``loss_weight`` returns for each replica; empty without it."""
+        if self.loss_weight is None:
+            return []
+        return [weight_of_chunk(self.loss_weight, self.function, *own) for own in self.arguments]
 
     def warn(self, path: str, reason: str, remedy: str = _REMEDY) -> None:
         """Warn once that an output may differ from its value for the whole batch."""
@@ -360,13 +302,13 @@ class Call:
             return outputs
         most = max(self.chunk_sizes or [0])
         losses = [{n: v for n, v in nested.leaves(o) if is_loss(v, most)} for o in outputs]
-        joined = {
+        values = {
             name: self.join([own[name].reshape(()) for own in losses], name, device).view_as(value)
             for name, value in losses[0].items()
             if all(name in own for own in losses)
         }
         return [
-            nested.replaced(output, {n: v.to(own[n].device, copy=True) for n, v in joined.items()})
+            nested.replaced(output, {n: v.to(own[n].device, copy=True) for n, v in values.items()})
             for output, own in zip(outputs, losses, strict=True)
         ]
 
@@ -375,21 +317,20 @@ class Call:
 
         It is searched once, in the first call with gradients and chunks of different size.
         """
-        sizes, history = self.chunk_sizes or (), self.history
-        is_first = torch.is_grad_enabled() and self._code not in history.looked_at
-        if not is_first or len(set(sizes)) < 2:
+        sizes, known, key = self.chunk_sizes or (), self.history.known, ("mixes", self._code)
+        if not torch.is_grad_enabled() or key in known or len(set(sizes)) < 2:
             return
         ends = [sizes.index(end(sizes)) for end in (min, max)]
         leaves = [nested.tensors(outputs[i]) for i in ends]
         pairs = [p for p in zip(*leaves, strict=False) if all(one.grad_fn for one in p)]
         if not pairs:
             return
-        history.looked_at.add(self._code)
+        known[key] = True
         how = how_samples_mix(pairs, [sizes[i] for i in ends])
         if how and not is_symbolic(pairs[0][0].device):
             what = f"the result of {described(self.function)}"
             remedy = "Compute it outside, from gathered outputs"
-            history.warn(what, f"{how}, so each device uses only its own chunk", remedy)
+            self.history.warn(what, f"{how}, so each device uses only its own chunk", remedy)
 
     @property
     def _code(self) -> Any:
@@ -412,21 +353,9 @@ def is_loss(value: object, num_samples: int = 0) -> TypeGuard[Tensor]:
 
 def _is_same(divisor: Any, argument: Any) -> bool:
     """Return whether a divisor is an argument; two tensors are not read, as that would wait."""
-    if isinstance(argument, Tensor) and isinstance(divisor, Tensor):
-        return bool(divisor.untyped_storage()._cdata == argument.untyped_storage()._cdata)
+    if isinstance(divisor, Tensor):
+        is_tensor = isinstance(argument, Tensor)
+        return is_tensor and divisor.untyped_storage()._cdata == argument.untyped_storage()._cdata
     is_number = isinstance(argument, Real) and not isinstance(argument, bool)
-    if isinstance(divisor, Tensor) or not (is_number or _is_single(argument)):
-        return False
-    return isclose(abs(divisor), float(argument), rel_tol=1e-6)
-
-
-def _is_single(argument: Any) -> bool:
-    return isinstance(argument, Tensor) and not argument.dim() and not argument.requires_grad
-
-
-def _joined(
-    tensors: Tensors, weights: Weights, device: torch.device, if_empty: float = math.nan
-) -> Tensor:
-    if weights is None:
-        return total(tensors, device)
-    return weighted_mean(tensors, weights, device, if_empty)
+    is_number = is_number or (isinstance(argument, Tensor) and not argument.dim())
+    return is_number and isclose(abs(divisor), float(argument), rel_tol=1e-6)

@@ -22,24 +22,29 @@ ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 Tensors = Sequence[Tensor]
 """One for each replica."""
 
+Weights = Sequence[Any] | None
+"""The weight of each replica in a mean, a number or a 0-dim tensor; None for sums, which add up."""
+
 
 def total(tensors: Tensors, device: torch.device) -> Tensor:
     """Return the sum of tensors of one shape, on ``device``."""
     return functools.reduce(torch.add, moved(tensors, device))
 
 
-def weighted_mean(
-    tensors: Tensors, weights: Sequence[Any], device: torch.device, if_empty: float = math.nan
+def joined(
+    tensors: Tensors, weights: Weights, device: torch.device, if_empty: float = math.nan
 ) -> Tensor:
-    """Return the weighted mean of 0-dim tensors on ``device``.
+    """Return the sum or the weighted mean of 0-dim tensors, on ``device``.
 
     Args:
         tensors: a mean over each chunk. Where the weight is 0, it is ignored, also if it is 0 / 0.
         weights: for each, a number or a 0-dim tensor, which is not read: that would wait for its
-            device.
+            device. None adds the tensors up.
         device: the device of the result.
         if_empty: the weights if all are 0.
     """
+    if weights is None:
+        return total(tensors, device)
     means = torch.stack(moved(tensors, device))
     shares = torch.stack([_to_tensor(weight, device) for weight in weights]).double()
     shares = shares.where(shares.sum() != 0, if_empty)
