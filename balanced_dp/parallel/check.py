@@ -103,18 +103,17 @@ def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
         for path, leaf in nested.leaves(outputs)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     }
-    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     sums = [
-        (o * torch.linspace(1, 2, o.numel(), dtype=o.dtype, device=o.device).view_as(o)).sum().cpu()
-        for o in found.values()
-        if o.requires_grad
+        (output.flatten() * torch.linspace(1, 2, output.numel()).to(output)).sum().cpu()
+        for output in found.values()
+        if output.requires_grad
     ]
-    if sums and trained:
+    if sums and any(p.requires_grad for p in module.parameters()):
         module.zero_grad()
         torch.stack(sums).sum().backward()  # in full, as reentrant checkpoints need it
-        named = {name: parameter.grad for name, parameter in trained.items()}
-        found |= {f"gradient of {name}": g.clone() for name, g in named.items() if g is not None}
-    return {name: value.detach() for name, value in found.items()}
+        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        found |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+    return {name: value.detach() for name, value in found.items() if value.numel()}
 
 
 def _relative(found: Tensor | None, expected: Tensor) -> float:
@@ -122,23 +121,18 @@ def _relative(found: Tensor | None, expected: Tensor) -> float:
     if found is None or found.shape != expected.shape:
         return math.inf
     one, other = found.cpu().double(), expected.cpu().double()
-    is_same = (one == other) | (one.isnan() & other.isnan())
+    is_same = torch.isclose(one, other, 0, 0, equal_nan=True)
     difference = (one - other).abs().nan_to_num(math.inf).masked_fill(is_same, 0)
-    if not other.numel():
-        return 0.0
     return float(difference.max()) / (float(other.abs().nan_to_num().max()) or 1.0)
 
 
 @contextlib.contextmanager
 def _same_random_numbers(devices: Sequence[torch.device]) -> Iterator[None]:
     """Context manager that restores the states of all generators at its end."""
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), numpy and numpy.random.get_state()
     others = [device for device in devices if device.type != "cpu"]
-    with torch.random.fork_rng(others, device_type=devices[0].type):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            if numpy:
-                numpy.random.set_state(states[1])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(others, device_type=devices[0].type))
+        stack.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        yield

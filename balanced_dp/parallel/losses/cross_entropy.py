@@ -22,8 +22,8 @@ from torch.jit._builtins import _register_builtin
 
 _FUNCTIONS = {name: getattr(torch._C._nn, name) for name in ("cross_entropy_loss", "nll_loss_nd")}
 
-_KINDS = {1: "mean", 2: "sum"}
-"""The reductions, as in ``torch.nn._reduction.get_enum``."""
+REDUCTIONS = {1: "mean", 2: "sum"}
+"""As in ``torch.nn._reduction.get_enum``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +135,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **options: float,
     ) -> Tensor:
         loss = function(input, target, weight, reduction, ignore_index, *smoothing, **options)
-        found, kind = _of_replica.get(), _KINDS.get(reduction)
+        found, kind = _of_replica.get(), REDUCTIONS.get(reduction)
         is_plain = torch._C._functorch.peek_interpreter_stack() is None
         if found is None or kind is None or torch.compiler.is_compiling() or not is_plain:
             return loss

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ...free_threading import looking_at_nodes
 from ..copies import Broadcast
-from .cross_entropy import Counted
+from .cross_entropy import REDUCTIONS, Counted
 
 Edges = Sequence[tuple[Any, int]]
 """For each replica, a node and the number of one of its outputs."""
@@ -74,6 +74,10 @@ class Term:
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     own: Sequence[Counted] = ()
+
+    def times(self, numbers: Sequence[float]) -> Term:
+        """Return the term multiplied by a number on each replica."""
+        return replace(self, factors=[a * b for a, b in zip(self.factors, numbers, strict=True)])
 
 
 def terms_of(
@@ -188,11 +192,11 @@ def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
         seen.add(nodes[0])
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
         # Samples have no graph themselves, and a custom function hides what it uses.
-        hides_samples = any(isinstance(node, BackwardCFunction) for node in nodes)
         has_others = any(child is None for edges in inputs for child, _ in edges)
-        if hides_samples or (has_others and _multiplier(nodes[0]) is None):
-            return False
-        if _have_samples([shape_of(*edge) for edge in edges], sizes, dim):
+        has_others = has_others and _multiplier(nodes[0]) is None
+        is_custom = any(isinstance(node, BackwardCFunction) for node in nodes)
+        shapes = [shape_of(*edge) for edge in edges]
+        if has_others or is_custom or _have_samples(shapes, sizes, dim):
             return False
         stack += [edges for edges in inputs if edges[0][0]]
     return True
@@ -205,14 +209,11 @@ def _are_of_no_sample(nodes: Sequence[Any]) -> bool:
 
 def _kind_of(node: Any) -> str:
     """Return ``"mean"`` or ``"sum"`` for the node of a reduction over all samples alike."""
-    name = operator_name(node)
-    kind = ("", "mean", "sum")[getattr(node, "_saved_reduction", 0)]
-    if name in ("Mean", "Sum"):
-        kind = name.lower()
+    kind = {"Mean": 1, "Sum": 2}.get(operator_name(node), getattr(node, "_saved_reduction", 0))
     # A cross entropy that was not counted is over an unknown number of targets.
     if not kind or hasattr(node, "_saved_ignore_index"):
         raise _not_only(node)
-    return kind
+    return REDUCTIONS[kind]
 
 
 def _inputs(
@@ -222,22 +223,19 @@ def _inputs(
     name = operator_name(nodes[0])
     inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
     term = replace(term, is_scaled=term.is_scaled or name in ("Mul", "Div"))
-    if name == "Div" and not term.divisors:
-        divisors = [node._saved_other for node in nodes]
-        if all(map(_is_divisor, divisors)):
-            return [(inputs[0], replace(term, divisors=divisors))]
-    if name == "Mul" and len(inputs) == 2:
-        for value, scale, saved in ((0, 1, "_saved_other"), (1, 0, "_saved_self")):
-            child, number = inputs[scale][0]
-            if child and not shape_of(child, number) and _is_of_weights(inputs[scale], sizes, dim):
-                scales = *term.scales, [getattr(node, saved) for node in nodes]
-                return [(inputs[value], replace(term, scales=scales))]
     # For each input, the number of each replica.
-    numbers = zip(*map(_multipliers, nodes), strict=False)
-    return [
-        (edges, replace(term, factors=[a * b for a, b in zip(term.factors, own, strict=True)]))
-        for edges, own in zip(inputs, numbers, strict=False)
-    ]
+    if numbers := list(zip(*map(_multipliers, nodes), strict=False)):
+        return [(edges, term.times(own)) for edges, own in zip(inputs, numbers, strict=False)]
+    divisors: list[Any] = [getattr(node, "_saved_other", None) for node in nodes]
+    are_numbers = all(_is_data(divisor) and divisor.numel() == 1 for divisor in divisors)
+    if name == "Div" and are_numbers and not term.divisors:
+        return [(inputs[0], replace(term, divisors=divisors))]
+    for value, scale, saved in ((0, 1, "_saved_other"), (1, 0, "_saved_self")):
+        child, number = inputs[scale][0] if name == "Mul" else (None, 0)
+        if child and not shape_of(child, number) and _is_of_weights(inputs[scale], sizes, dim):
+            scales = *term.scales, [getattr(node, saved) for node in nodes]
+            return [(inputs[value], replace(term, scales=scales))]
+    return []
 
 
 def _multipliers(node: Any) -> Sequence[float]:
@@ -271,15 +269,14 @@ def masks_behind(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> list[T
     for node in nodes:
         behind, _ = node.next_functions[0]
         saved = [getattr(behind, f"_saved_{name}", None) for name in ("other", "self", "condition")]
-        masks += [one for one in saved if isinstance(one, Tensor) and not one.requires_grad][:1]
+        masks += [one for one in saved if _is_data(one)][:1]
     shapes = [mask.shape for mask in masks]
     return masks if len(masks) == len(sizes) and _have_samples(shapes, sizes, dim) else []
 
 
-def _is_divisor(saved: object) -> bool:
-    """Return whether autograd saved a number of a device, which has no graph."""
-    is_one = isinstance(saved, Tensor) and saved.numel() == 1 and not saved.requires_grad
-    return is_one and not _is_number(saved)
+def _is_data(saved: object) -> TypeGuard[Tensor]:
+    """Return whether autograd saved a tensor that has no graph."""
+    return isinstance(saved, Tensor) and not saved.requires_grad
 
 
 def _is_number(saved: object) -> bool:

@@ -58,15 +58,6 @@ class OutputHistory:
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
         return OutputHistory, ()  # a copy of the model has its own
 
-    def warn(self, what: str, reason: str, remedy: str) -> None:
-        """Warn, once for each output, that it may differ from its value for the whole batch."""
-        if what not in self.warned:
-            self.warned.add(what)
-            warn(
-                f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
-                "model.check(batch) shows by how much"
-            )
-
 
 @dataclass(eq=False)
 class Call:
@@ -106,13 +97,14 @@ class Call:
             device: the device of the result.
         """
         sizes = self.chunk_sizes or [1] * len(outputs)
-        given = self._given_weights(name)
-        if given and torch.is_grad_enabled():
+        given = [w.get(name) if isinstance(w, Mapping) else w for w in self._given_weights]
+        if given and all(weight is not None for weight in given):
             with contextlib.suppress(UnclearError):
                 for term in terms_of(outputs, sizes, self.dim, {}):
                     ignore_if_empty(term.nodes, given)
-        if given or not self.counted or is_symbolic(outputs[0].device):
-            return joined(outputs, given or sizes, device)
+            return joined(outputs, given, device)
+        if not self.counted or is_symbolic(outputs[0].device):
+            return joined(outputs, sizes, device)
         for own in zip(*self.counted, strict=False):
             if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
                 self._look_at(name, [own])
@@ -248,10 +240,9 @@ class Call:
 
     def _is_argument(self, divisors: Sequence[Any]) -> bool:
         """Return whether divisors are an argument of the call, as ``num_items_in_batch`` is."""
-        leaves = [nested.leaves([*args, *kwargs.values()]) for args, kwargs in self.arguments]
         return any(
             all(_is_same(divisor, leaf) for divisor, (_, leaf) in zip(divisors, own, strict=True))
-            for own in zip(*leaves, strict=False)
+            for own in zip(*map(nested.leaves, self.arguments), strict=False)
         )
 
     @property
@@ -276,22 +267,23 @@ class Call:
                 reason = "its targets are the rows of the chunk, as if samples were compared"
                 self.warn(name, reason)
 
-    def _given_weights(self, name: str) -> list[Any]:
-        """Return the weight of each replica's output by ``loss_weight``, if it gives one."""
-        weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
-        return [] if any(weight is None for weight in weights) else weights
-
     @functools.cached_property
-    def _weights(self) -> list[Any]:
+    def _given_weights(self) -> list[Any]:
         """What ``loss_weight`` returns for each replica; empty without it."""
         if self.loss_weight is None:
             return []
         return [weight_of_chunk(self.loss_weight, self.function, *own) for own in self.arguments]
 
-    def warn(self, path: str, reason: str, remedy: str = _REMEDY) -> None:
-        """Warn once that an output may differ from its value for the whole batch."""
-        what = f"output {path or '(the whole)'} of {described(self.function)}"
-        self.history.warn(what, reason, remedy)
+    def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
+        """Warn once that an output, or all of them, may differ from those of the whole batch."""
+        what = "the result" if path is None else f"output {path or '(the whole)'}"
+        what = f"{what} of {described(self.function)}"
+        if what not in self.history.warned:
+            self.history.warned.add(what)
+            warn(
+                f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
+                "model.check(batch) shows by how much"
+            )
 
     def in_place(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
         """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
@@ -318,19 +310,16 @@ class Call:
         It is searched once, in the first call with gradients and chunks of different size.
         """
         sizes, known, key = self.chunk_sizes or (), self.history.known, ("mixes", self._code)
-        if not torch.is_grad_enabled() or key in known or len(set(sizes)) < 2:
+        if not torch.is_grad_enabled() or known.get(key) or len(set(sizes)) < 2:
             return
         ends = [sizes.index(end(sizes)) for end in (min, max)]
         leaves = [nested.tensors(outputs[i]) for i in ends]
         pairs = [p for p in zip(*leaves, strict=False) if all(one.grad_fn for one in p)]
-        if not pairs:
-            return
-        known[key] = True
+        known[key] = bool(pairs)
         how = how_samples_mix(pairs, [sizes[i] for i in ends])
         if how and not is_symbolic(pairs[0][0].device):
-            what = f"the result of {described(self.function)}"
-            remedy = "Compute it outside, from gathered outputs"
-            self.history.warn(what, f"{how}, so each device uses only its own chunk", remedy)
+            reason = f"{how}, so each device uses only its own chunk"
+            self.warn(None, reason, "Compute it outside, from gathered outputs")
 
     @property
     def _code(self) -> Any:
@@ -356,6 +345,5 @@ def _is_same(divisor: Any, argument: Any) -> bool:
     if isinstance(divisor, Tensor):
         is_tensor = isinstance(argument, Tensor)
         return is_tensor and divisor.untyped_storage()._cdata == argument.untyped_storage()._cdata
-    is_number = isinstance(argument, Real) and not isinstance(argument, bool)
-    is_number = is_number or (isinstance(argument, Tensor) and not argument.dim())
+    is_number = isinstance(argument, Real) or (isinstance(argument, Tensor) and not argument.dim())
     return is_number and isclose(abs(divisor), float(argument), rel_tol=1e-6)

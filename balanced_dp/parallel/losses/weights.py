@@ -46,17 +46,13 @@ def joined(
     if weights is None:
         return total(tensors, device)
     means = torch.stack(moved(tensors, device))
-    shares = torch.stack([_to_tensor(weight, device) for weight in weights]).double()
+    # torch.full, because other ways copy numbers from the host, and wait.
+    numbers = (w if isinstance(w, Tensor) else torch.full((), w, device=device) for w in weights)
+    shares = torch.stack([number.to(device) for number in numbers]).double()
     shares = shares.where(shares.sum() != 0, if_empty)
     means = means.masked_fill(shares == 0, 0)
     dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
     return torch.dot(means.to(dtype), (shares / shares.sum()).to(dtype)).to(means.dtype)
-
-
-def _to_tensor(weight: float | Tensor, device: torch.device) -> Tensor:
-    if isinstance(weight, Tensor):
-        return weight.to(device)
-    return torch.full((), weight, device=device)  # other ways copy from the host, and wait
 
 
 def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
@@ -119,27 +115,27 @@ def weight_of_chunk(
         ArgumentError: the call lacks an argument, or the result is not a number of at least 0.
     """
     named = dict(named_arguments(function, args, kwargs))
+    given = f"the arguments of the call are {', '.join(named) or 'none'}"
     if isinstance(loss_weight, str):
         if not isinstance(named.get(loss_weight), Tensor):
             raise ArgumentError(
-                f"loss_weight is {loss_weight!r}, but the arguments of the call are "
-                f"{', '.join(named) or 'none'}; name a tensor among them"
+                f"loss_weight is {loss_weight!r}, but {given}; name a tensor among them"
             )
         return (named[loss_weight] != -100).sum()
     signature = inspect.signature(loss_weight)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    by_name = {n: v for n, v in named.items() if n in signature.parameters or takes_any}
+    names = signature.parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
     # Parameters with names of their own get the arguments by position.
-    is_unlike = not takes_any and not {*signature.parameters} & {*named, *parameters(function)}
+    if takes_any or {*names} & {*named, *parameters(function)}:
+        args, kwargs = (), {n: v for n, v in named.items() if n in names or takes_any}
     try:
-        bound = signature.bind(*args, **kwargs) if is_unlike else signature.bind(**by_name)
+        signature.bind(*args, **kwargs)
     except TypeError:
         raise ArgumentError(
-            f"loss_weight ({described(loss_weight)}) takes {', '.join(signature.parameters)}, but "
-            f"the arguments of the call are {', '.join(named) or 'none'}; name its "
-            "parameters after some of these, with a default for each that a call may omit"
+            f"loss_weight ({described(loss_weight)}) takes {', '.join(names)}, but {given}; name "
+            "its parameters after some of these, with a default for each that a call may omit"
         ) from None
-    weight = loss_weight(*bound.args, **bound.kwargs)
+    weight = loss_weight(*args, **kwargs)
     if isinstance(weight, Mapping):
         return {name: _checked(value) for name, value in weight.items()}
     return _checked(weight)
