@@ -37,9 +37,6 @@ Edges = Sequence[tuple[Any, int]]
 _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze|Stack|Cat|Sum")
 """Operators whose inputs are added up, or that keep the entries of a tensor."""
 
-Pair = tuple[Sequence[int], Sequence[int]]
-"""The shapes of a tensor on two replicas, or their numbers of samples."""
-
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
 """Operators that compute entries along a dimension from each other, and keep its size."""
 
@@ -110,19 +107,15 @@ def terms_of(
             elif all(node in counted for node in nodes):
                 own = [counted[node] for node in nodes]
                 found.append(replace(term, kind=own[0].kind, own=own))
-            elif counts := _counts(edges, sizes, dim):
-                found.append(replace(term, kind=_kind_of(nodes[0]), counts=counts, nodes=nodes))
-            elif inputs := _inputs(nodes, term, sizes, dim):
+            elif (counts := _counts(edges, sizes, dim)) and (kind := _kind_of(nodes[0])):
+                found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
+            elif not counts and (inputs := _inputs(nodes, term, sizes, dim)):
                 stack += inputs
             elif _is_of_weights(edges, sizes, dim):
                 found.append(term)
             else:
-                raise _not_only(nodes[0])
+                raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
     return found
-
-
-def _not_only(node: Any) -> UnclearError:
-    return UnclearError(f"it uses {operator_name(node)}, not only means and sums")
 
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
@@ -208,12 +201,11 @@ def _are_of_no_sample(nodes: Sequence[Any]) -> bool:
 
 
 def _kind_of(node: Any) -> str:
-    """Return ``"mean"`` or ``"sum"`` for the node of a reduction over all samples alike."""
+    """Return ``"mean"`` or ``"sum"`` for a reduction over all samples alike, "" for others."""
+    if hasattr(node, "_saved_ignore_index"):
+        return ""  # a cross entropy that was not counted is over an unknown number of targets
     kind = {"Mean": 1, "Sum": 2}.get(operator_name(node), getattr(node, "_saved_reduction", 0))
-    # A cross entropy that was not counted is over an unknown number of targets.
-    if not kind or hasattr(node, "_saved_ignore_index"):
-        raise _not_only(node)
-    return REDUCTIONS[kind]
+    return REDUCTIONS.get(kind, "")
 
 
 def _inputs(
@@ -323,8 +315,8 @@ def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: Sequence[in
         outputs: pairs of outputs with a graph of two replicas.
         sizes: their numbers of samples, which differ.
     """
+    num_pairs = [*zip(*((n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes), strict=True)]
     seen = set[Any]()
-    # Up to its reductions, which are joined, a loss has the same shapes on both.
     stack: list[tuple[Edges, bool]] = [
         ([(one.grad_fn, one.output_nr) for one in pair], True) for pair in outputs
     ]
@@ -332,44 +324,31 @@ def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: Sequence[in
         while stack:
             edges, is_loss = stack.pop()
             node, other = (node for node, _ in edges)
-            if node in seen or type(node) is not type(other) or node is None or is_parameter(node):
+            if node in seen or type(node) is not type(other) or is_parameter(node):
                 continue
             seen.add(node)
             one, two = (shape_of(*edge) for edge in edges)
+            # Up to its reductions, which are joined, a loss has the same shapes on both.
             is_loss = is_loss and one == two
-            inputs = list(zip(node.next_functions, other.next_functions, strict=False))
-            stack += [(pair, is_loss) for pair in inputs]
-            is_custom = isinstance(node, BackwardCFunction) or node.name() == "CopySlices"
-            pairs = [(shape_of(*a), shape_of(*b)) for a, b in inputs if a[0] and b[0]]
-            how = "" if is_custom else _mixes(node, (one, two), pairs, sizes, is_loss)
-            if how:
-                return f"{operator_name(node)} {how}"
+            inputs = zip(node.next_functions, other.next_functions, strict=False)
+            pairs = [pair for pair in inputs if all(child for child, _ in pair)]
+            stack += [(pair, is_loss) for pair in pairs]
+            if is_loss or isinstance(node, BackwardCFunction) or node.name() == "CopySlices":
+                continue
+            name = operator_name(node)
+            axes = {axis for pair in pairs for axis in _axes(pair, sizes)}
+            are_pairs = any(lengths in num_pairs for lengths in zip(one, two, strict=False))
+            if one != two and (are_pairs or len(_axes(edges, sizes)) > 1):
+                return f"{name} computes a number for each pair of samples"
+            if one == two and axes and not _SELECTS.fullmatch(name):
+                return f"{name} reduces the samples of each chunk"
+            if _GOES_ALONG.fullmatch(name) and axes & {dim % len(one) for dim in dims_of(node)}:
+                return f"{name} goes along the samples of each chunk"
     return ""
 
 
-def _mixes(
-    node: Any, shapes: Pair, inputs: Sequence[Pair], sizes: Sequence[int], is_loss: bool
-) -> str:
-    """Return how an operator computes samples from each other, by its shapes on two replicas."""
-    name, (one, other) = operator_name(node), shapes
-    axes = [axis for pair in inputs for axis in _axes(pair, sizes)]
-    if one != other:
-        pairs = [(n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes]
-        is_of_pairs = any(p in zip(*pairs, strict=True) for p in zip(one, other, strict=False))
-        if is_of_pairs or len(_axes(shapes, sizes)) > 1:
-            return "computes a number for each pair of samples"
-    elif is_loss:
-        return ""
-    elif axes and not _SELECTS.fullmatch(name):
-        return "reduces the samples of each chunk"
-    if _GOES_ALONG.fullmatch(name) and {*axes}.intersection(d % len(one) for d in dims_of(node)):
-        return "goes along the samples of each chunk"
-    return ""
-
-
-def _axes(shapes: Pair, sizes: Sequence[int]) -> list[int]:
-    """Return the dimensions whose sizes follow the numbers of samples."""
-    (one, other), (n, m) = shapes, sizes
-    if one == other or len(one) != len(other):
-        return []
-    return [d for d, (a, b) in enumerate(zip(one, other, strict=True)) if a != b and a * m == b * n]
+def _axes(edges: Edges, sizes: Sequence[int]) -> list[int]:
+    """Return the dimensions whose sizes follow the numbers of samples of two replicas."""
+    (one, two), (n, m) = (shape_of(*edge) for edge in edges), sizes
+    lengths = zip(one, two, strict=True) if len(one) == len(two) else ()
+    return [axis for axis, (a, b) in enumerate(lengths) if a != b and a * m == b * n]

@@ -109,9 +109,12 @@ class Call:
             if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
                 self._look_at(name, [own])
                 return joined(outputs, counts_of(own) if own[0].kind == "mean" else None, device)
+        key = self._code, name
         try:
-            weights, means = self._plan(outputs, (self._code, name))
+            weights, means = self._plan(outputs, key)
         except UnclearError as error:
+            if torch.is_grad_enabled():
+                self.history.known[key] = None
             self.warn(name, str(error))
             return joined(outputs, sizes, device)
         self._look_at(name, [term.own for term in means])
@@ -130,26 +133,25 @@ class Call:
         Raises:
             UnclearError: they are not known.
         """
-        sizes, known = self.chunk_sizes or (), self.history.known
+        sizes, known = tuple(self.chunk_sizes or ()), self.history.known
         if torch.is_grad_enabled():
-            known[key] = "", (), self.form  # if this raises an error
             nodes = {one.node: one for found in self.counted for one in found if one.node}
             weights, means = self._parts(terms_of(outputs, sizes, self.dim, nodes), key)
-            bases: dict[Any, str] = {None: "sum", tuple(sizes): "samples"}
-            base = "" if any(term.scales for term in means) else bases.get(weights, "")
             own = [(self.counted[0].index(term.own[0]), term.factors) for term in means]
-            known[key] = base, own, self.form
+            # Sets compare hashes, so tensors among the weights are not read.
+            is_known = weights in {sizes, None} and not any(term.scales for term in means)
+            known[key] = (weights is None, own, self.form) if is_known else None
             return weights, means
         if key not in known:
             return self._parts([self._term_by_value(outputs)], key)
-        base, own, form = known[key]
-        if not base or form != self.form:
+        adds_up, own, form = known[key] or (False, [], None)
+        if form != self.form:
             raise UnclearError(
                 "without gradients its counts or factors are not known, or it has other arguments "
                 "or cross entropies than with gradients"
             )
         means = [Term(f[:1] * len(sizes), own=[c[i] for c in self.counted]) for i, f in own]
-        return (tuple(sizes) if base == "samples" else None), means
+        return (None if adds_up else sizes), means
 
     def _term_by_value(self, outputs: Tensors) -> Term:
         """Return the multiple of a cross entropy that an output is. This waits for the device.
