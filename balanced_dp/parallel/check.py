@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import BalanceWarning
 from . import nested
@@ -83,8 +82,6 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
             split = _results(copied, twin(*inputs, **kwargs))
     reasons = [str(one.message) for one in told if one.category is BalanceWarning]
     causes = [reason.partition(": ")[2].partition(". ")[0] for reason in reasons]
-    if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules()):
-        causes = ["batch statistics, of a BatchNorm without running ones"]
     cause = "; ".join(causes) or "samples of a chunk are computed from each other"
     found = [
         Difference(name, size, "random, in evaluation mode too" if is_random else cause)

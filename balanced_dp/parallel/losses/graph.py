@@ -102,7 +102,7 @@ def terms_of(
             nodes = [node for node, _ in edges]
             if None in nodes or _are_of_no_sample(nodes):
                 found.append(term)
-            elif len({(operator_name(node), len(node.next_functions)) for node in nodes}) > 1:
+            elif len({(node.name(), len(node.next_functions)) for node in nodes}) > 1:
                 raise UnclearError("the replicas computed it differently, as by a branch or loop")
             elif all(node in counted for node in nodes):
                 own = [counted[node] for node in nodes]

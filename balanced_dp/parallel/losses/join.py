@@ -48,7 +48,8 @@ class OutputHistory:
 
     Attributes:
         known: by function and path of an output, how it was joined in the last call with gradients:
-            its base, cross entropies and form. By other keys, answers that are found once.
+            whether it adds up but for some cross entropies, their positions and factors, and the
+            form of the call. None if only the graph tells. By other keys, what is found out once.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
@@ -128,7 +129,7 @@ class Call:
         return sum(parts, joined(outputs, weights, device, if_empty=1))
 
     def _plan(self, outputs: Tensors, key: Any) -> tuple[Weights, Sequence[Term]]:
-        """Return the weights of an output, and the terms that are means of their own.
+        """Return the weights of an output, and the cross entropies that have weights of their own.
 
         Raises:
             UnclearError: they are not known.
@@ -137,7 +138,7 @@ class Call:
         if torch.is_grad_enabled():
             nodes = {one.node: one for found in self.counted for one in found if one.node}
             weights, means = self._parts(terms_of(outputs, sizes, self.dim, nodes), key)
-            own = [(self.counted[0].index(term.own[0]), term.factors) for term in means]
+            own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
             # Sets compare hashes, so tensors among the weights are not read.
             is_known = weights in {sizes, None} and not any(term.scales for term in means)
             known[key] = (weights is None, own, self.form) if is_known else None
@@ -150,7 +151,7 @@ class Call:
                 "without gradients its counts or factors are not known, or it has other arguments "
                 "or cross entropies than with gradients"
             )
-        means = [Term(f[:1] * len(sizes), own=[c[i] for c in self.counted]) for i, f in own]
+        means = [Term([f] * len(sizes), own=[c[i] for c in self.counted]) for i, f in own]
         return (None if adds_up else sizes), means
 
     def _term_by_value(self, outputs: Tensors) -> Term:
@@ -163,11 +164,11 @@ class Call:
             pairs = zip(outputs, own, strict=True)
             factors = [float(output) / (float(one.value) or math.nan) for output, one in pairs]
             if factors[0] and are_equal(factors, 1e-6):
-                return Term(factors[:1] * len(own), is_scaled=True, kind=own[0].kind, own=own)
+                return Term([factors[0]] * len(own), True, kind=own[0].kind, own=own)
         raise UnclearError("no call with gradients has shown how it is computed")
 
     def _parts(self, terms: Sequence[Term], key: Any) -> tuple[Weights, Sequence[Term]]:
-        """Return the weights of the terms, but for cross entropies that are means, and these.
+        """Return the weights of all terms but the cross entropies that are means, and these.
 
         Raises:
             UnclearError: the terms have different weights.
@@ -256,7 +257,7 @@ class Call:
 
     def _look_at(self, name: str, found: Sequence[Sequence[Counted]]) -> None:
         """Warn if cross entropies are not over samples one by one. This waits in the first call."""
-        key = "counted", self._code, name
+        key = "counted", self._code, name, len(found)
         if key in self.history.known:
             return
         self.history.known[key] = True
