@@ -249,7 +249,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def _current_call(self) -> Call | None:
         """The running call of this model, if any: what the steps' signatures leave out."""
         call: Call | None = current_call.get()
-        return call if call and call.owner is self else None
+        return call if call and call.history is self._history else None
 
     def scatter(
         self,
@@ -293,7 +293,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Return a call on some devices, with so many samples on each if the batch is split."""
         options = self.dim, self.scalar_outputs, self.loss_weight
         devices, function = self._devices_of(device_ids), self.module.forward
-        return Call(self._history, function, devices, sizes, *options, owner=self)
+        return Call(self._history, function, devices, sizes, *options)
 
     def _joined(self, outputs: Sequence[Any], call: Call) -> Any:
         """Gather the outputs, or leave them on their devices."""

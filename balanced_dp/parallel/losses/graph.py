@@ -158,9 +158,7 @@ def _reducer(node: Any, size: int, dim: int) -> Any:
 def _is_stack(node: Any) -> bool:
     """Return whether a tensor holds numbers, such as several losses."""
     is_joined = operator_name(node) in ("Stack", "Cat")
-    return is_joined and all(
-        not c or math.prod(shape_of(c, n)) == 1 for c, n in node.next_functions
-    )
+    return is_joined and all(math.prod(shape_of(*e)) == 1 for e in node.next_functions if e[0])
 
 
 def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int) -> bool:
@@ -168,9 +166,9 @@ def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: in
 
     With chunks of one size, it is supposed of tensors whose batch dimension is a multiple.
     """
-    shape, *others = shapes
-    if len(set(sizes)) > 1 or any(other != shape for other in others):
-        return any(other != shape for other in others)
+    shape = shapes[0]
+    if len(set(sizes)) > 1 or any(other != shape for other in shapes):
+        return any(other != shape for other in shapes)
     return -len(shape) <= dim < len(shape) and shape[dim] % sizes[0] == 0
 
 
@@ -185,8 +183,8 @@ def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
         seen.add(nodes[0])
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
         # Samples have no graph themselves, and a custom function hides what it uses.
-        has_others = any(child is None for edges in inputs for child, _ in edges)
-        has_others = has_others and _multiplier(nodes[0]) is None
+        is_scaled = operator_name(nodes[0]) in ("Mul", "Div") and _multipliers(nodes[0])
+        has_others = not is_scaled and any(child is None for edges in inputs for child, _ in edges)
         is_custom = any(isinstance(node, BackwardCFunction) for node in nodes)
         shapes = [shape_of(*edge) for edge in edges]
         if has_others or is_custom or _have_samples(shapes, sizes, dim):
@@ -242,17 +240,10 @@ def _multipliers(node: Any) -> Sequence[float]:
         return [math.prod(shape) / (math.prod(shape_of(child, index)) or 1)]
     if name == "Neg" or _KEEPS.fullmatch(name):
         return [-1 if name == "Neg" else 1] * len(node.next_functions)
-    number = _multiplier(node)
-    return () if number is None else [number]
-
-
-def _multiplier(node: Any) -> float | None:
-    """Return the number of Python's by which an operator multiplies its input, or None."""
-    name = operator_name(node)
-    if name not in ("Mul", "Div") or not _is_number(node._saved_other):
-        return None
-    number = float(node._saved_other)
-    return number if name == "Mul" else 1 / (number or math.nan)
+    if name in ("Mul", "Div") and _is_number(node._saved_other):
+        number = float(node._saved_other)
+        return [number if name == "Mul" else 1 / (number or math.nan)]
+    return ()
 
 
 def masks_behind(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> list[Tensor]:

@@ -74,7 +74,6 @@ class Call:
             graph is followed to the means and sums of losses.
         loss_weight: the weight of each replica's losses; if None, the graph determines it.
         arguments: the arguments of each replica.
-        owner: the model whose call it is, or None.
         counted: the cross entropies of each replica; empty if none are counted.
     """
 
@@ -86,7 +85,6 @@ class Call:
     scalar_outputs: ScalarOutputs = "auto"
     loss_weight: Callable[..., Any] | str | None = None
     arguments: Sequence[Arguments] = ()
-    owner: Any = None
     counted: Sequence[list[Counted]] = ()
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
