@@ -74,7 +74,7 @@ current_call: ContextVar[Any] = ContextVar("current_call", default=None)
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
 _lock = threading.Lock()
 _running = weakref.WeakSet[Any]()
-"""The running calls. One that an interrupt ends within ``running`` is no longer among them."""
+"""The running calls. One that an interrupt has ended is dropped, as nothing else refers to it."""
 
 
 @contextlib.contextmanager
@@ -141,7 +141,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             is_empty = count == 0
             result.masked_fill_(is_empty, 0)
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
-                loss.grad_fn.register_hook(functools.partial(_zero_where, is_empty))
+                loss.grad_fn.register_hook(functools.partial(_without_nan, is_empty))
         value = loss.clone()  # the loss may be written to
         pairs = target if tuple(input.shape) == 2 * tuple(target.shape) else None
         version = 0 if loss.is_inference() else loss._version
@@ -162,6 +162,6 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
     return (weights * is_counted).sum()
 
 
-def _zero_where(is_empty: Tensor, gradients: Sequence[Tensor | None], _: Any) -> Any:
+def _without_nan(is_empty: Tensor, gradients: Sequence[Tensor | None], _: Any) -> Any:
     """Replace the gradients of a mean over nothing, 0 / 0, by 0."""
     return tuple(g if g is None else g.masked_fill(is_empty, 0) for g in gradients)

@@ -220,24 +220,25 @@ def _inputs(
     are_numbers = all(_is_data(divisor) and divisor.numel() == 1 for divisor in divisors)
     if name == "Div" and are_numbers and not term.divisors:
         return [(inputs[0], replace(term, divisors=divisors))]
-    for value, scale, saved in ((0, 1, "_saved_other"), (1, 0, "_saved_self")):
-        child, number = inputs[scale][0] if name == "Mul" else (None, 0)
+    is_product = name == "Mul" and len(inputs) == 2
+    for scale, saved in ((1, "_saved_other"), (0, "_saved_self")) if is_product else ():
+        child, number = inputs[scale][0]
         if child and not shape_of(child, number) and _is_of_weights(inputs[scale], sizes, dim):
             scales = *term.scales, [getattr(node, saved) for node in nodes]
-            return [(inputs[value], replace(term, scales=scales))]
+            return [(inputs[1 - scale], replace(term, scales=scales))]
     return []
 
 
 def _multipliers(node: Any) -> Sequence[float]:
     """Return the number by which an operator multiplies each input; empty if it does not."""
-    name, (child, index), shape = operator_name(node), node.next_functions[0], shape_of(node)
+    name, shape = operator_name(node), shape_of(node)
     if name in ("Add", "Sub", "Rsub"):
         if any(c and math.prod(shape_of(c, n)) != math.prod(shape) for c, n in node.next_functions):
             return ()  # a number is added to each entry
         alpha = getattr(node, "_saved_alpha", 1)
         return {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1)}[name]
     if name == "Mean":
-        return [math.prod(shape) / (math.prod(shape_of(child, index)) or 1)]
+        return [math.prod(shape) / (math.prod(shape_of(*node.next_functions[0])) or 1)]
     if name == "Neg" or _KEEPS.fullmatch(name):
         return [-1 if name == "Neg" else 1] * len(node.next_functions)
     if name in ("Mul", "Div") and _is_number(node._saved_other):

@@ -21,7 +21,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isclose
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -31,7 +30,6 @@ from torch import Tensor
 from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
-from ..nested import Arguments, described
 from .cross_entropy import Counted, counts_of
 from .graph import Term, UnclearError, are_equal, how_samples_mix, masks_behind, terms_of
 from .weights import ScalarOutputs, Tensors, Weights, ignore_if_empty, joined, weight_of_chunk
@@ -84,7 +82,7 @@ class Call:
     dim: int
     scalar_outputs: ScalarOutputs = "auto"
     loss_weight: Callable[..., Any] | str | None = None
-    arguments: Sequence[Arguments] = ()
+    arguments: Sequence[nested.Arguments] = ()
     counted: Sequence[list[Counted]] = ()
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
@@ -104,9 +102,9 @@ class Call:
             return joined(outputs, given, device)
         if not self.counted or is_symbolic(outputs[0].device):
             return joined(outputs, sizes, device)
-        for own in zip(*self.counted, strict=False):
+        for own in zip(*self.counted, strict=False):  # cross entropies that are returned as they are
             if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
-                self._look_at(name, [own])
+                self._check_counted(name, [own])
                 return joined(outputs, counts_of(own) if own[0].kind == "mean" else None, device)
         key = self._code, name
         try:
@@ -116,7 +114,7 @@ class Call:
                 self.history.known[key] = None
             self.warn(name, str(error))
             return joined(outputs, sizes, device)
-        self._look_at(name, [term.own for term in means])
+        self._check_counted(name, [term.own for term in means])
         parts = []
         for term in means:
             numbers = zip(term.own, term.factors, *term.scales, strict=True)
@@ -135,16 +133,16 @@ class Call:
         sizes, known = tuple(self.chunk_sizes or ()), self.history.known
         if torch.is_grad_enabled():
             nodes = {one.node: one for found in self.counted for one in found if one.node}
-            weights, means = self._parts(terms_of(outputs, sizes, self.dim, nodes), key)
+            weights, means = self._weights_of(terms_of(outputs, sizes, self.dim, nodes), key)
             own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
             # Sets compare hashes, so tensors among the weights are not read.
             is_known = weights in {sizes, None} and not any(term.scales for term in means)
-            known[key] = (weights is None, own, self.form) if is_known else None
+            known[key] = (weights is None, own, self._form) if is_known else None
             return weights, means
         if key not in known:
-            return self._parts([self._term_by_value(outputs)], key)
+            return self._weights_of([self._term_by_value(outputs)], key)
         adds_up, own, form = known[key] or (False, [], None)
-        if form != self.form:
+        if form != self._form:
             raise UnclearError(
                 "without gradients its counts or factors are not known, or it has other arguments "
                 "or cross entropies than with gradients"
@@ -165,7 +163,7 @@ class Call:
                 return Term([factors[0]] * len(own), True, kind=own[0].kind, own=own)
         raise UnclearError("no call with gradients has shown how it is computed")
 
-    def _parts(self, terms: Sequence[Term], key: Any) -> tuple[Weights, Sequence[Term]]:
+    def _weights_of(self, terms: Sequence[Term], key: Any) -> tuple[Weights, Sequence[Term]]:
         """Return the weights of all terms but the cross entropies that are means, and these.
 
         Raises:
@@ -178,7 +176,7 @@ class Call:
                 continue  # as of parameters that must have a gradient
             is_divided = not term.kind and self._are_divided(term, sizes)
             if term.kind == "sum":
-                found.add(self._weights_of_sum(term, (key, len(terms), i, self.form)))
+                found.add(self._weights_of_sum(term, (key, len(terms), i, self._form)))
             elif term.divisors or not are_equal(term.factors) or is_divided:
                 raise UnclearError("the replicas multiply a term by different numbers")
             elif term.own:
@@ -208,10 +206,11 @@ class Call:
         sizes, factors, known = self.chunk_sizes or (), term.factors, self.history.known
         if not term.is_scaled:
             return None
-        if not term.divisors:
+        if not term.divisors:  # Python's numbers are looked at in each call
             for numbers in (sizes, term.counts):
                 if numbers and self._are_divided(term, numbers):
                     return self._weights_of_mean(numbers)
+            # In chunks of one size, one number may be a count, too.
             if are_equal(factors) and len(set(sizes)) > 1:
                 return None
         divisors: Sequence[Any] = term.divisors or [1 / (factor or math.nan) for factor in factors]
@@ -222,7 +221,7 @@ class Call:
         if place not in known:  # the first call waits for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
             # A count of 0 may have been replaced by 1, or by a number close to 0.
-            fits = all(isclose(d, n, rel_tol=1e-6) or (d <= 1 and not n) for d, n in pairs)
+            fits = all(math.isclose(d, n, rel_tol=1e-6) or (d <= 1 and not n) for d, n in pairs)
             if fits and counts is term.counts:
                 return self._weights_of_mean(term.counts)
             if not fits or any(n for _, n in pairs):
@@ -247,13 +246,13 @@ class Call:
         )
 
     @property
-    def form(self) -> Any:
+    def _form(self) -> Any:
         """Which arguments the call has, and how many cross entropies."""
         args, kwargs = self.arguments[0] if self.arguments else ((), {})
         given = frozenset(name for name, value in kwargs.items() if value is not None)
         return len(args), given, frozenset(map(len, self.counted))
 
-    def _look_at(self, name: str, found: Sequence[Sequence[Counted]]) -> None:
+    def _check_counted(self, name: str, found: Sequence[Sequence[Counted]]) -> None:
         """Warn if cross entropies are not over samples one by one. This waits in the first call."""
         key = "counted", self._code, name, len(found)
         if key in self.history.known:
@@ -278,7 +277,7 @@ class Call:
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
         """Warn once that an output, or all of them, may differ from those of the whole batch."""
         what = "the result" if path is None else f"output {path or '(the whole)'}"
-        what = f"{what} of {described(self.function)}"
+        what = f"{what} of {nested.described(self.function)}"
         if what not in self.history.warned:
             self.history.warned.add(what)
             warn(
@@ -347,4 +346,4 @@ def _is_same(divisor: Any, argument: Any) -> bool:
         is_tensor = isinstance(argument, Tensor)
         return is_tensor and divisor.untyped_storage()._cdata == argument.untyped_storage()._cdata
     is_number = isinstance(argument, Real) or (isinstance(argument, Tensor) and not argument.dim())
-    return is_number and isclose(abs(divisor), float(argument), rel_tol=1e-6)
+    return is_number and math.isclose(abs(divisor), float(argument), rel_tol=1e-6)

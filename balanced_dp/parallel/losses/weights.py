@@ -91,9 +91,7 @@ def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
     if loss_weight is not None and scalar_outputs != "auto":
         raise ArgumentError(f"give loss_weight or scalar_outputs={scalar_outputs!r}, not both")
     if loss_weight is not None and not callable(loss_weight) and not isinstance(loss_weight, str):
-        raise ArgumentTypeError(
-            f"loss_weight must be a function or the name of an argument, got {loss_weight!r}"
-        )
+        raise ArgumentTypeError(f"loss_weight must be a function or a name, got {loss_weight!r}")
 
 
 def weight_of_chunk(
@@ -118,9 +116,7 @@ def weight_of_chunk(
     given = f"the arguments of the call are {', '.join(named) or 'none'}"
     if isinstance(loss_weight, str):
         if not isinstance(named.get(loss_weight), Tensor):
-            raise ArgumentError(
-                f"loss_weight is {loss_weight!r}, but {given}; name a tensor among them"
-            )
+            raise ArgumentError(f"loss_weight is {loss_weight!r}, but {given}; name a tensor")
         return (named[loss_weight] != -100).sum()
     signature = inspect.signature(loss_weight)
     names = signature.parameters
