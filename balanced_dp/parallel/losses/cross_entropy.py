@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -86,21 +86,22 @@ def running(call: Any) -> Iterator[None]:
     try:
         with _lock:
             _running.add(call)
-            _exchange(_FUNCTIONS, _counting_functions())
+            _exchange(is_counting=True)
         yield
     finally:
         current_call.reset(token)
         with _lock:
             _running.discard(call)
             if not _running:
-                _exchange(_counting_functions(), _FUNCTIONS)
+                _exchange(is_counting=False)
 
 
-def _exchange(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Replace functions of torch, but not those that somebody else has put there."""
-    for name, function in new.items():
-        if getattr(torch._C._nn, name) is old[name]:
-            setattr(torch._C._nn, name, function)
+def _exchange(is_counting: bool) -> None:
+    """Replace functions of torch or bring them back, but leave those that somebody else has put."""
+    for name, function in _FUNCTIONS.items():
+        pair = function, _counting(function)
+        if getattr(torch._C._nn, name) is pair[not is_counting]:
+            setattr(torch._C._nn, name, pair[is_counting])
 
 
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -114,13 +115,6 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
 
 
 @functools.cache
-def _counting_functions() -> Mapping[str, Any]:
-    counting = {name: _counting(function) for name, function in _FUNCTIONS.items()}
-    for name, function in counting.items():
-        _register_builtin(function, f"aten::{name}")  # for torch.jit.script in forward
-    return counting
-
-
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a cross entropy that counts. It computes and saves the same as ``function``."""
 
@@ -148,6 +142,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         found.append(Counted(kind, count, weight, pairs, value, loss.grad_fn, result, version))
         return loss
 
+    _register_builtin(compute, f"aten::{function.__name__}")  # for torch.jit.script in forward
     return compute
 
 

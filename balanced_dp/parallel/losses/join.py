@@ -102,7 +102,7 @@ class Call:
             return joined(outputs, given, device)
         if not self.counted or is_symbolic(outputs[0].device):
             return joined(outputs, sizes, device)
-        for own in zip(*self.counted, strict=False):  # cross entropies that are returned as they are
+        for own in zip(*self.counted, strict=False):  # if it is a cross entropy itself
             if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
                 self._check_counted(name, [own])
                 return joined(outputs, counts_of(own) if own[0].kind == "mean" else None, device)
@@ -143,10 +143,7 @@ class Call:
             return self._weights_of([self._term_by_value(outputs)], key)
         adds_up, own, form = known[key] or (False, [], None)
         if form != self._form:
-            raise UnclearError(
-                "without gradients its counts or factors are not known, or it has other arguments "
-                "or cross entropies than with gradients"
-            )
+            raise UnclearError("without gradients its counts, factors or arguments may differ")
         means = [Term([f] * len(sizes), own=[c[i] for c in self.counted]) for i, f in own]
         return (None if adds_up else sizes), means
 
@@ -264,8 +261,7 @@ class Call:
                 self.warn(name, "the weights of its classes differ between the devices")
             targets = [one.target for one in own]
             if all(t is not None and sorted(t.tolist()) == [*range(len(t))] for t in targets):
-                reason = "its targets are the rows of the chunk, as if samples were compared"
-                self.warn(name, reason)
+                self.warn(name, "its targets are the rows of a chunk, as if samples were compared")
 
     @functools.cached_property
     def _given_weights(self) -> list[Any]:
