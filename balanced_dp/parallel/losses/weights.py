@@ -118,14 +118,13 @@ def weight_of_chunk(
         if not isinstance(named.get(loss_weight), Tensor):
             raise ArgumentError(f"loss_weight is {loss_weight!r}, but {given}; name a tensor")
         return (named[loss_weight] != -100).sum()
-    signature = inspect.signature(loss_weight)
-    names = signature.parameters
+    names = parameters(loss_weight)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
     # Parameters with names of their own get the arguments by position.
     if takes_any or {*names} & {*named, *parameters(function)}:
         args, kwargs = (), {n: v for n, v in named.items() if n in names or takes_any}
     try:
-        signature.bind(*args, **kwargs)
+        inspect.signature(loss_weight).bind(*args, **kwargs)
     except TypeError:
         raise ArgumentError(
             f"loss_weight ({described(loss_weight)}) takes {', '.join(names)}, but {given}; name "
