@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from balanced_dp import (
-    ArgumentError,
-    BalancedCriterion,
-    BalancedDataParallel,
-    BalanceWarning,
-)
+from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, BalanceWarning
 
 from ..devices import kinds_of_splits
 from ..modules import Lambda
@@ -149,10 +144,10 @@ def test_chunks_of_one_size(name, size):
     loss = EXACT.get(name) or UNCLEAR[name]
     model, bare = make(loss, None)
     is_exact, told = step(model, bare, True, given_to(loss, size))
-    assert is_exact or told or name in SILENT
+    assert is_exact or told or any(kind in name for kind in SILENT)
 
 
-SILENT = "mean times length", "branch", "balanced cross entropy", "similarities of pairs"
+SILENT = "times length", "branch", "balanced cross entropy", "similarities of pairs"
 
 
 CROSS_ENTROPIES = {

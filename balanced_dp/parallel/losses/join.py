@@ -223,7 +223,7 @@ class Call:
                 return self._weights_of_mean(term.counts)
             if not fits or any(n for _, n in pairs):
                 known[place] = fits
-        if not known.get(place, True):
+        if not known.get(place, True) or (term.divisors and not are_equal(factors)):
             raise UnclearError("it is divided by something other than its count")
         ignore_if_empty(term.nodes, counts)
         return tuple(counts)
