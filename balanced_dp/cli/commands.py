@@ -5,6 +5,7 @@ Commands import what they need when they run: torch takes seconds, and ``--help`
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import math
 import os
@@ -149,10 +150,12 @@ def tune(
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
+    gc.disable()  # nothing that the imports create is garbage
     from ..tuning.tuner import tune as measure
     from ..tuning.workload import BUILT_IN, find_workload
     from . import console
 
+    gc.enable()
     if is_list:
         for name, make in BUILT_IN.items():
             about = (make.__doc__ or "").strip().rstrip(".")
@@ -193,6 +196,7 @@ def tune(
         text = " ".join(str(error).split())[:300]
         raise ArgumentError(f"{target} {why}: {text}") from None
     console.show(report, json_file, html)
+    gc.freeze()  # so that the interpreter does not look for garbage when it ends
 
 
 @app.command("report")
