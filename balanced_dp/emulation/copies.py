@@ -15,6 +15,7 @@ from .tensor import (
     EmulatedTensor,
     allocations_of,
     elem_of,
+    operator,
     set_label,
     wrap_elem,
 )
@@ -36,7 +37,7 @@ def to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
     else:
         target = machine.devices[machine.index_of(target)]
     machine.record_copy(self.device, target, elem.numel() * dtype.itemsize)
-    copied: torch.Tensor = aten._to_copy(elem, **kwargs)
+    copied: torch.Tensor = operator(aten._to_copy.default).on_shapes(elem, **kwargs)
     if target.type == "cpu":
         return copied
     return wrap_elem(copied, machine, target.index, _copy_label(self, target, machine))

@@ -202,11 +202,11 @@ class _FusedAttention(torch.autograd.Function):
     def forward(*inputs: Any) -> Any:
         wrapped = Wrapped(aten.scaled_dot_product_attention.default)
         q, k, v, mask = map(wrapped.unwrap, inputs[:4])
-        output = torch.empty_like(q)
+        output: Any = torch.empty_like(inputs[0])
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         if is_known(q):
-            output.copy_(_attend(q, k, v, mask, *inputs[4:]))
-        return wrapped.wrap((output, logsumexp))
+            elem_of(output).copy_(_attend(q, k, v, mask, *inputs[4:]))
+        return output, wrapped.wrap(logsumexp)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -219,15 +219,15 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: EmulatedTensor, _: Any) -> Any:
         wrapped = Wrapped(aten.scaled_dot_product_attention.default)
         grad, q, k, v, mask = map(wrapped.unwrap, (grad_output, *ctx.saved_tensors[:4]))
-        grads = tuple(map(torch.empty_like, (q, k, v)))
+        grads: Any = tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
         if is_known(q):
             with torch.enable_grad():
                 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
                 output = _attend(q, k, v, mask, *ctx.options)
             results = torch.autograd.grad(output, (q, k, v), grad)
             for target, result in zip(grads, results, strict=True):
-                target.copy_(result)
-        return *wrapped.wrap(grads), *[None] * 5
+                elem_of(target).copy_(result)
+        return *grads, *[None] * 5
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:

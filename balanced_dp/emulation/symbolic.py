@@ -58,7 +58,7 @@ class SymbolicOperator:
     the layouts and the numbers that it gets. After that its outputs are laid out in the same way.
     """
 
-    __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")
+    __slots__ = ("func", "is_factory", "is_index", "is_view", "make_outputs", "repeats", "written")
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         arguments = func._schema.arguments
@@ -66,13 +66,15 @@ class SymbolicOperator:
         self.func = func
         self.written = [(i, a.name) for i, a in enumerate(arguments) if is_written(a)]
         self.is_index = func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
-        self.is_factory = "pin_memory" in names and "sparse" not in func.name()
+        reads_values = func is aten._to_copy.default or "sparse" in func.name()
+        self.is_factory = "pin_memory" in names and not reads_values
         """Whether it reads only a shape, as ``empty_like`` does."""
+        self.is_view = any(a.alias_info and not is_written(a) for a in arguments)
+        """Whether its outputs are views, which are made in no time, of values known or not."""
         self.repeats = torch.Tag.inplace_view not in func.tags and not any(
-            a.is_out or a.name == "generator" or (a.alias_info and not is_written(a))
-            for a in arguments
+            a.is_out or a.name == "generator" for a in arguments
         )
-        """Whether equal arguments give outputs with equal layouts. Views are made in no time."""
+        """Whether equal arguments give outputs with equal layouts."""
         self.make_outputs: dict[Any, _MakeOutputs] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,19 +84,22 @@ class SymbolicOperator:
             SymbolicValueError: it needs values that are not known, or would write unknown values
                 into a tensor whose values are known.
         """
+        if self.is_view:
+            return self.func(*args, **kwargs)
         if self.is_index:
             args = (args[0], _integer_indices(args[1]), *args[2:])
         tensors: list[torch.Tensor] = []
-        key = _key((args, tuple(kwargs.items())), tensors)
-        unknown = next((tensor for tensor in tensors if not is_known(tensor)), None)
-        if self.is_factory:
-            dtype = kwargs.get("dtype") or tensors[0].dtype
-            kwargs["device"] = META if is_unknown_dtype(dtype) else CPU
-        if self.is_factory or unknown is None:
-            return self.func(*args, **kwargs)
+        key = _key((*args, *kwargs.items()), tensors)
         make_outputs = self.make_outputs.get(key)
         if make_outputs is not None:
             return make_outputs(tensors)
+        unknown = next((tensor for tensor in tensors if not is_known(tensor)), None)
+        if self.is_factory:
+            dtype = kwargs.get("dtype") or tensors[0].dtype
+            unknown = tensors[0] if is_unknown_dtype(dtype) else None
+            kwargs["device"] = CPU if unknown is None else META
+        if unknown is None:
+            return self.func(*args, **kwargs)
         for i, name in self.written:
             written: list[torch.Tensor] = []
             _key([args[i] if i < len(args) else kwargs.get(name)], written)

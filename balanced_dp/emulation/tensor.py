@@ -395,8 +395,7 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
 
 def allocations_of(tensor: EmulatedTensor) -> list[Allocation]:
     """Return the allocations that it views: one, or those of a sparse tensor's parts."""
-    storages: list[Any] = [part.untyped_storage() for part in _parts(tensor._elem)]
-    return [storage._allocation for storage in storages]
+    return [part.untyped_storage()._allocation for part in _parts(tensor._elem)]  # type: ignore[attr-defined]
 
 
 def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL) -> None:
