@@ -63,9 +63,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+gc.disable()  # nothing that is imported is garbage
+
+
 def pytest_collection_finish() -> None:
     """Take what was imported from the garbage collector, which would look at it each time."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
