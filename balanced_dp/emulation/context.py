@@ -117,10 +117,8 @@ def _capacities(num_devices: int, memory: Any) -> list[int]:
     sizes: list[Any] = [memory] * num_devices if is_one else list(memory)
     capacities = [parse_bytes(size) for size in sizes]
     if len(capacities) != num_devices:
-        raise ArgumentError(
-            f"memory must be one size or one for each of the {num_devices} devices, "
-            f"got {len(capacities)} sizes"
-        )
+        fact = f"memory must be one size or one for each of the {num_devices} devices"
+        raise ArgumentError(f"{fact}, got {len(capacities)} sizes")
     return capacities
 
 

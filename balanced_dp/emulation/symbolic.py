@@ -90,8 +90,7 @@ class SymbolicOperator:
             args = (args[0], _integer_indices(args[1]), *args[2:])
         tensors: list[torch.Tensor] = []
         key = _key((*args, *kwargs.items()), tensors)
-        make_outputs = self.make_outputs.get(key)
-        if make_outputs is not None:
+        if make_outputs := self.make_outputs.get(key):
             return make_outputs(tensors)
         unknown = next((tensor for tensor in tensors if not is_known(tensor)), None)
         if self.is_factory:
