@@ -123,8 +123,8 @@ def test_training_without_optional_names():
 ELSEWHERE = {
     # Python's, transformers' and our own.
     *("_getframe", "_fields", "_move_model_to_device", "_n_gpu", "_setup_devices"),
-    # By these the module that torch.compile returns is recognized, and bound to a replica.
-    *("_orig_mod", "_initialize"),
+    # By these torch recognizes replicas, and we the module that torch.compile returns.
+    *("_orig_mod", "_initialize", "_is_replica"),
     # Read of an RNN, which has them.
     *("_flat_weights", "_flat_weights_names"),
     # Of nodes of autograd, which have them, or lack them as others do.
