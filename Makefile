@@ -26,6 +26,7 @@ check: $(INSTALLED)  ## Lint, check the formatting and the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/pytest --collect-only --quiet --quiet benchmarks
 
 format: $(INSTALLED)  ## Format the code and sort its imports
 	$(BIN)/ruff check --select I --fix

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from balanced_dp import BalancedDataParallel
-from balanced_dp.parallel.gather import ScalarOutputs
+from balanced_dp.parallel.losses.weights import ScalarOutputs
 
 NOTES = {
     "losses": "Medians of the ratios of neighbouring forward passes: found out, by a mean weighted "
