@@ -133,6 +133,8 @@ class Replica:
         self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
         self._register(blueprint.children, self.modules)
         self._register(blueprint.places, [None] * len(blueprint.tensors))
+        self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
+        """For each tensor, the dictionary of its module, its name there, and its position."""
         self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
         if blueprint.bound:
             self._bind()
@@ -189,7 +191,8 @@ class Replica:
             device: their device.
             arrivals: the events to wait for before a parameter is used.
         """
-        self._register(self._blueprint.places, tensors)
+        for own, name, position in self._slots:
+            own[name] = tensors[position]
         events = arrivals.events(device)
         for own in self.attributes if events else ():
             plain = own["_parameters"]
