@@ -65,7 +65,7 @@ compat:  ## Run the fast tests with another torch, TORCH=2.6.0, in build/compat 
 	$(PYTHON) -m venv build/compat/$(TORCH)
 	build/compat/$(TORCH)/bin/python -m pip install --quiet --constraint build/compat/constraints.txt pip
 	build/compat/$(TORCH)/bin/python -m pip install --quiet --constraint build/compat/constraints.txt \
-		--group core-test torch==$(TORCH) .
+		--group core-test torch==$(TORCH) '.[cli]'
 	build/compat/$(TORCH)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
 	build/compat/$(TORCH)/bin/pytest -o addopts= -n auto --maxprocesses 8 --dist worksteal \
 		-m "not slow" tests $(ARGS)
