@@ -66,7 +66,9 @@ class Event:
         return (end_event._time_s - self._time_s) * 1e3
 
 
-if torch.__version__ < "2.6":  # Dynamo, which optimizers import, asserts that these are their bases
+# Dynamo of torch 2.5, which optimizers import, asserts that streams and events have these bases.
+# The types that mypy reads are those of a newer torch, which lacks them.
+if torch.__version__ < "2.6":
     torch._streambase._StreamBase.register(Stream)  # type: ignore[attr-defined]
     torch._streambase._EventBase.register(Event)  # type: ignore[attr-defined]
 

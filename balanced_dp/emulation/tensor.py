@@ -384,10 +384,8 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
         EmulationError: the tensor's ``emulate_devices`` context has ended.
     """
     if tensor._machine.is_closed:
-        raise EmulationError(
-            f"this tensor was on {tensor.device}, whose emulate_devices context has ended; "
-            "copy results with .cpu() before the context ends"
-        )
+        fact = f"this tensor was on {tensor.device}, whose emulate_devices context has ended"
+        raise EmulationError(f"{fact}; copy results with .cpu() before the context ends")
     if tensor._is_param:
         set_label(tensor, Label.PARAMETER)
     return tensor._elem
@@ -395,7 +393,8 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
 
 def allocations_of(tensor: EmulatedTensor) -> list[Allocation]:
     """Return the allocations that it views: one, or those of a sparse tensor's parts."""
-    return [part.untyped_storage()._allocation for part in _parts(tensor._elem)]  # type: ignore[attr-defined]
+    storages: list[Any] = [part.untyped_storage() for part in _parts(tensor._elem)]
+    return [storage._allocation for storage in storages]  # set by Machine.enter
 
 
 def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL) -> None:
