@@ -72,10 +72,10 @@ class BalancedCriterion(nn.Module):
         split: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        self.criterion = as_module(criterion)
+        self.criterion = module = as_module(criterion)
         check_options("auto", loss_weight)
         self.loss_weight = loss_weight
-        self._function = getattr(self.criterion, "function", self.criterion.forward)
+        self._function = module.function if isinstance(module, _Function) else module.forward
         self.broadcast = check_paths("broadcast", broadcast, self._function)
         self.split = check_paths("split", split, self._function)
         self._history = OutputHistory()
@@ -85,9 +85,8 @@ class BalancedCriterion(nn.Module):
         """Return the loss of the whole batch."""
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
-        dim, sizes, history = outputs.dim, outputs.chunk_sizes, self._history
-        is_ctc = getattr(self.criterion, "function", None) is functional.ctc_loss
-        if is_ctc or isinstance(self.criterion, nn.CTCLoss):
+        dim, sizes, history = outputs.dim, outputs.chunk_sizes or (), self._history
+        if self._function is functional.ctc_loss or isinstance(self.criterion, nn.CTCLoss):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
