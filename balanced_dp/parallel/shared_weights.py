@@ -32,6 +32,7 @@ class ParameterCopies:
     def __init__(self) -> None:
         self._block: _Block | None = None
         self._lock = threading.Lock()
+        """Held to enter and leave a block, and to make copies for all of its calls."""
 
     def on(
         self, devices: Iterable[torch.device], parameters: Sequence[torch.Tensor]
@@ -50,10 +51,15 @@ class ParameterCopies:
         result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
         homes = {parameter.device for parameter in parameters}
         away = [device for device in result if homes - {device}]
-        block, arrivals = self._block or _Block(is_shared=False), Arrivals()
-        if away:
-            with block.lock:
-                result.update(block.on(away, parameters, arrivals))
+        arrivals = Arrivals()
+        if away and (block := self._block):
+            with self._lock:
+                result.update(block.on(away, parameters))
+        elif away:
+            copies = _copied(away, parameters, arrivals)
+            if torch.is_grad_enabled():
+                make_nodes(copies, parameters)
+            result.update(copies)
         return result, arrivals
 
     @contextlib.contextmanager
@@ -64,7 +70,7 @@ class ParameterCopies:
             RuntimeError: at its end, if a parameter was changed.
         """
         with self._lock:
-            block = self._block = self._block or _Block(is_shared=True)
+            block = self._block = self._block or _Block()
             block.num_users += 1
         try:
             yield
@@ -79,15 +85,9 @@ class ParameterCopies:
 
 
 class _Block:
-    """The copies that one call uses, or all calls inside ``ParameterCopies.shared``.
+    """The copies that all calls inside ``ParameterCopies.shared`` use."""
 
-    Args:
-        is_shared: whether several calls use them. Then current streams wait for all copies, and
-            gradients of other devices are deferred until the end of the block.
-    """
-
-    def __init__(self, is_shared: bool) -> None:
-        self._is_shared = is_shared
+    def __init__(self) -> None:
         self.num_users = 0
         """How many ``with`` statements, also of several threads, have not ended."""
         self._copies: dict[torch.device, list[torch.Tensor]] = {}
@@ -99,42 +99,26 @@ class _Block:
         """The nodes that add up gradients."""
         self._versions: dict[torch.Tensor, int | None] | None = None
         """The parameters of the first call, and the versions of the trained ones."""
-        self.lock = threading.Lock()
-        """Held by the call that makes copies: all calls of a block share them."""
 
-    def on(
-        self,
-        devices: Sequence[torch.device],
-        parameters: Sequence[torch.Tensor],
-        arrivals: Arrivals,
-    ) -> Copies:
+    def on(self, devices: Sequence[torch.device], parameters: Sequence[torch.Tensor]) -> Copies:
         """Return the copies on each device; differentiable if gradients are enabled.
 
         Args:
             devices: the destinations, none twice.
             parameters: the originals.
-            arrivals: records when copies that are not shared are complete.
         """
-        has_gradients = torch.is_grad_enabled()
-        # Tensors of inference mode could not be used outside it.
-        with torch.inference_mode(False), torch.no_grad():
-            missing = [device for device in devices if device not in self._copies]
-            self._copies.update(copy_to(missing, parameters, None if self._is_shared else arrivals))
-            for device in missing:
-                copy_attributes(parameters, self._copies[device])
-        if self._is_shared:
-            self._record_streams(devices)
-            self._check_unchanged(parameters)
-        if not has_gradients:
+        missing = [device for device in devices if device not in self._copies]
+        self._copies |= _copied(missing, parameters)
+        self._record_streams(devices)
+        self._check_unchanged(parameters)
+        if not torch.is_grad_enabled():
             return {device: self._copies[device] for device in devices}
         made = {d: list(self._copies[d]) for d in devices if d not in self._outputs}
-        nodes = make_nodes(made, parameters)
-        self._outputs |= made
-        if self._is_shared:
-            new = [node for node in nodes if not any(map(has_hooks, node.originals))]
-            for node in new:
+        for node in make_nodes(made, parameters):
+            if not any(map(has_hooks, node.originals)):
                 node.gathered = [None] * len(node.originals)
-            self._deferring += new
+                self._deferring.append(node)
+        self._outputs |= made
         return {device: self._outputs[device] for device in devices}
 
     def _record_streams(self, devices: Sequence[torch.device]) -> None:
@@ -188,6 +172,20 @@ def _bring(node: Any) -> Sequence[torch.Tensor | None]:
             if gradient is not None:
                 gradient.record_stream(current)
     return brought
+
+
+def _copied(
+    devices: Sequence[torch.device],
+    parameters: Sequence[torch.Tensor],
+    arrivals: Arrivals | None = None,
+) -> dict[torch.device, list[torch.Tensor]]:
+    """Return copies without a graph on each device, as ``copy_to`` does, with their attributes."""
+    # Tensors of inference mode could not be used outside it.
+    with torch.inference_mode(False), torch.no_grad():
+        copies = copy_to(devices, parameters, arrivals)
+        for own in copies.values():
+            copy_attributes(parameters, own)
+    return copies
 
 
 def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
