@@ -67,7 +67,7 @@ class Arrivals:
     """The copies on the weight streams of CUDA devices, with the events that mark their completion.
 
     Destination memory belongs to the streams that were current at ``expect``. It must not be freed
-    before ``join``.
+    before ``wait``.
 
     Attributes:
         are_traced: whether ``torch.compile`` has traced parameters that were on their way. Compiled
@@ -98,7 +98,7 @@ class Arrivals:
         """
         return self._events.get(device, {})
 
-    def join(self) -> None:
+    def wait(self) -> None:
         """Let the streams that were current at ``expect`` wait for all copies."""
         self._events.clear()
         while self._streams:
@@ -206,7 +206,7 @@ def copy_to(
         transfers = arrivals or Arrivals()
         _send(tensors, together, copies, transfers)
         if arrivals is None:
-            transfers.join()
+            transfers.wait()
     return copies
 
 
@@ -229,7 +229,7 @@ def _send(
     devices = dict.fromkeys([*(tensors[i].device for i in positions), *copies])
     with _sending, contextlib.ExitStack() as stack:
         # After an error the pieces are freed, so the copies must be over.
-        stack.push(lambda kind, *_: arrivals.join() if kind else None)
+        stack.push(lambda kind, *_: arrivals.wait() if kind else None)
         arrivals.expect(devices)
         for device in devices:
             stack.enter_context(on_stream(weight_stream(device)))
@@ -397,13 +397,13 @@ def make_nodes(
 def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the outputs of ``Receive``, whose node runs on the gradient stream of the home."""
     home = originals[0].device
-    # The first use of a parameter makes the node that accumulates its gradients, for the current
-    # stream. So the parameters are used on the stream that computes, too. Torch gives
-    # Function.apply no types.
-    keeps_alive = Receive.apply(*originals)  # type: ignore[no-untyped-call]
+    # The first use of a parameter makes the node that accumulates its gradients, and this runs on
+    # the current stream. So the first use is on the stream that computes, and the nodes live until
+    # the second. Torch gives Function.apply no types.
+    first = Receive.apply(*originals)  # type: ignore[no-untyped-call]
     with on_stream(gradient_stream(home, home)):
         received: Sequence[torch.Tensor] = Receive.apply(*originals)  # type: ignore[no-untyped-call]
-    del keeps_alive
+    del first
     run_at_once(received[-1].grad_fn)
     return received
 

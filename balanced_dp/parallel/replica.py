@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -69,11 +69,12 @@ class Blueprint:
         for module in self.modules:
             _check_replicable(module)
         own = [module.__dict__ for module in self.modules]
-        items = [(i, *item) for i, d in enumerate(_with(HOOKS, own)) for item in d.items()]
+        places = enumerate([*own, *_registered(HOOKS, own)])
+        items = [(i, *item) for i, dictionary in places for item in dictionary.items()]
         self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
         self.replicating = list(map(_replicates_itself, self.modules))
-        members = _with((*MEMBERS, *HOOKS), own)[len(own) :]
+        members = _registered((*MEMBERS, *HOOKS), own)
         self._filled, self._empty = list(filter(None, members)), [d for d in members if not d]
         self._contents = self._take_contents()
 
@@ -131,8 +132,10 @@ class Replica:
         self._blueprint = blueprint
         self.modules: list[Any] = [*map(_shallow_copy, blueprint.modules, blueprint.replicating)]
         self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
-        self._register(blueprint.children, self.modules)
-        self._register(blueprint.places, [None] * len(blueprint.tensors))
+        for index, kind, name, position in blueprint.children:
+            self.attributes[index][kind][name] = self.modules[position]
+        for index, kind, name, _ in blueprint.places:
+            self.attributes[index][kind][name] = None
         self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
         """For each tensor, the dictionary of its module, its name there, and its position."""
         self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
@@ -140,27 +143,17 @@ class Replica:
             self._bind()
         for index in blueprint.compiled:
             self.modules[index]._initialize()  # binds its forward to the copy
-        self._resettable = _with(MEMBERS, self.attributes)
+        self._resettable = [*self.attributes, *_registered(MEMBERS, self.attributes)]
         self._filled = list(filter(None, self._resettable))
         self._made_with = list(map(dict, self._filled))
         """The attributes and members between calls: children, and no tensors."""
-        self._hooks = _with(HOOKS, self.attributes)[len(self.modules) :]
+        self._hooks = _registered(HOOKS, self.attributes)
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         # A free-threaded build counts the references of each thread apart.
         can_count = not is_free_threaded_build()
         self._can_recycle = can_count and not any(blueprint.replicating)
         self._arriving: list[dict[str, Any]] = []
         self._fingerprint = self._take_fingerprint()
-
-    def _register(self, places: Iterable[_Place], values: Sequence[Any]) -> None:
-        """Register members.
-
-        ``Module.__setattr__`` would find the dictionary itself, but registers as a parameter
-        nothing but an ``nn.Parameter``.
-        """
-        attributes = self.attributes
-        for index, kind, name, position in places:
-            attributes[index][kind][name] = values[position]
 
     def _bind(self) -> None:
         """Bind methods and hooks to the copies.
@@ -171,7 +164,7 @@ class Replica:
         """
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
         copies = weakref.WeakValueDictionary(pairs)
-        dictionaries = _with(HOOKS, self.attributes)
+        dictionaries = [*self.attributes, *_registered(HOOKS, self.attributes)]
         for index, key, value in self._blueprint.bound:
             own = dictionaries[index]
             own[key] = strong = _bind(value, copies)
@@ -203,7 +196,7 @@ class Replica:
             # A weight that forward computes, as in DropConnect, is not there yet.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
-    def join(self) -> None:
+    def stop_waiting(self) -> None:
         """Replace parameters that wait for their arrival by plain dictionaries."""
         while self._arriving:
             own = self._arriving.pop()
@@ -264,7 +257,9 @@ def _register_parameter(parameters: dict[str, Any], name: str, param: Any) -> No
 
 
 _OF_REPLICAS = nn.Module()
-"""Marked as a replica, so that ``zero_grad`` warns as in replicas of ``nn.DataParallel``."""
+"""Marked as a replica, and without parameters, as those of ``nn.DataParallel``: ``zero_grad`` only
+warns.
+"""
 _OF_REPLICAS.__dict__["_is_replica"] = True
 
 
@@ -284,9 +279,9 @@ def _call_bound(value: Any, copies: Mapping[Any, Any], *args: Any, **kwargs: Any
     return _bind(value, copies)(*args, **kwargs)
 
 
-def _with(kinds: Sequence[str], attributes: list[dict[str, Any]]) -> list[dict[Any, Any]]:
-    """Return the ``__dict__`` of modules, and then their dictionaries of some kinds."""
-    return [*attributes, *chain.from_iterable(map(operator.itemgetter(*kinds), attributes))]
+def _registered(kinds: Sequence[str], attributes: list[dict[str, Any]]) -> list[dict[Any, Any]]:
+    """Return the dictionaries in which modules with these attributes store members or hooks."""
+    return list(chain.from_iterable(map(operator.itemgetter(*kinds), attributes)))
 
 
 def _replicates_itself(module: nn.Module) -> bool:

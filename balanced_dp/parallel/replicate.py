@@ -91,7 +91,7 @@ class Replicator:
             check_on_device(blueprint.buffers, homes[0])
         copies, arrivals = self.copies.on(devices, blueprint.parameters)
         if blueprint.compiled or Arrivals.are_traced:
-            arrivals.join()
+            arrivals.wait()
         pairs = zip(devices, _buffers_of_replicas(devices, blueprint.buffers), strict=True)
         tensors = [[*copies[device], *own] for device, own in pairs]
         self._num_calls += 1
@@ -114,9 +114,9 @@ class Replicator:
         try:
             yield
         finally:
-            replicas.join()
-        replicas.bring_home()
-        for message, names in replicas.found().items():
+            replicas.wait()
+        written = replicas.bring_home()
+        for message, names in replicas.found(written).items():
             new = [name for name in dict.fromkeys(names) if name not in self._warned]
             self._warned.update(new)
             if new:
@@ -148,11 +148,10 @@ def _buffers_of_replicas(
     devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
 ) -> list[Sequence[torch.Tensor]]:
     """Return the buffers of each replica: copies, unless the first has them on its device."""
-    homes = {buffer.device for buffer in buffers}
-    sent = copy_to([device for device in dict.fromkeys(devices) if homes - {device}], buffers)
+    sent = copy_to([*dict.fromkeys(devices)], buffers)
     copies: list[Sequence[torch.Tensor]] = []
     for device in devices:
-        # The first replica on a device gets what was sent, another one a copy of the original.
+        # The first replica on a device gets what was sent, another one copies of the originals.
         own = sent.pop(device, buffers)
         if copies:
             pairs = zip(own, buffers, strict=True)
@@ -205,26 +204,31 @@ class Replicas(list[ModuleT]):
         self._stamps = [(tensor, _stamp(tensor)) for tensor in noted]
         self._states = [self._state(m) for m in (blueprint.modules if looks else ())]
 
-    def join(self) -> None:
+    def wait(self) -> None:
         """Let the streams on which the replicas were made wait for all parameters."""
-        self._arrivals.join()
+        self._arrivals.wait()
         for replica in self._replicas:
-            replica.join()
+            replica.stop_waiting()
 
-    __del__ = join  # if the caller has not
+    __del__ = wait  # if the caller has not
 
     @torch.no_grad()
-    def bring_home(self) -> None:
-        """Copy the writes of the first replica to copies of tensors back to the module."""
-        self._written = {id(tensor) for tensor, stamp in self._stamps if _stamp(tensor) != stamp}
+    def bring_home(self) -> set[int]:
+        """Copy the writes of the first replica to copies of tensors back to the module.
+
+        Returns:
+            The identities of the tensors that replicas have written to, as far as it looks.
+        """
+        written = {id(tensor) for tensor, stamp in self._stamps if _stamp(tensor) != stamp}
         for original, copy in self._away:
             # Batch norm's kernels write statistics without a new version.
-            is_written = id(copy) in self._written or not isinstance(original, nn.Parameter)
+            is_written = id(copy) in written or not isinstance(original, nn.Parameter)
             if copy.shape != original.shape:
                 original.data = move(copy.detach(), original.device)
             elif is_written and original.layout is torch.strided and 0 not in original.stride():
                 # Without a new version: backward may need the one that a replica has used.
                 original.data.copy_(copy)
+        return written
 
     def _state(self, module: nn.Module) -> _State:
         """Return attributes and buffers of a module, and the contents of lists and dictionaries."""
@@ -239,7 +243,7 @@ class Replicas(list[ModuleT]):
                 state[name] = value, {k: v for k, v in own if k not in self._device_keys}
         return state
 
-    def found(self) -> dict[str, list[str]]:
+    def found(self, written: set[int]) -> dict[str, list[str]]:
         """Return the names that forward has written and set, by the warning about them."""
         found: dict[str, list[str]] = {_DIFFERENT: [], _LOST: []}
         if not self._states:
@@ -247,7 +251,7 @@ class Replicas(list[ModuleT]):
         path, replica = self._blueprint.path, self._replicas[0]
         for index, _, name, position in self._blueprint.places:
             first, *others = own = [tensors[position] for tensors in self._tensors]
-            is_written = not self._written.isdisjoint(map(id, own))
+            is_written = not written.isdisjoint(map(id, own))
             if is_written and not all(_are_equal(first, copy) for copy in others):
                 found[_DIFFERENT].append(path(index, name))
         # Members that are tied or exchanged are not lost.
