@@ -171,9 +171,10 @@ class AutoSplit:
         Args:
             has_failed: whether memory is known to have run out.
         """
-        before, is_training = self._num_ooms, self._peaks is not None and torch.is_grad_enabled()
-        if is_training or has_failed:
-            self._num_ooms = num_ooms(self.devices)
+        is_training = self._peaks is not None and torch.is_grad_enabled()
+        if not is_training and not has_failed:
+            return False
+        before, self._num_ooms = self._num_ooms, num_ooms(self.devices)
         has_failed |= self._num_ooms != before
         if not is_training or not has_failed or not self._batch[0]:
             return False
@@ -200,7 +201,7 @@ class AutoSplit:
 def split_policy(
     gpu0_bsz: int | Literal["auto"] | None,
     devices: Sequence[torch.device],
-    device_weights: Sequence[float] | None = None,
+    device_weights: Sequence[float] | None,
 ) -> SplitPolicy | AutoSplit:
     """Return the rule for a number, None or ``"auto"``, as for ``SplitPolicy``."""
     if gpu0_bsz == "auto" and device_weights is None:

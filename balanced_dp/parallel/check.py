@@ -83,12 +83,13 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     reasons = [str(one.message) for one in told if one.category is BalanceWarning]
     causes = [reason.partition(": ")[2].partition(". ")[0] for reason in reasons]
     cause = "; ".join(causes) or "samples of a chunk are computed from each other"
-    found = [
-        Difference(name, size, "random, in evaluation mode too" if is_random else cause)
-        for name, value in whole.items()
-        if (size := _relative(split.get(name), value)) > 1e3 * torch.finfo(value.dtype).eps
-        for is_random in [_relative(again.get(name), value) > 0]
-    ]
+    found = []
+    for name, value in whole.items():
+        size = _relative(split.get(name), value)
+        if size > 1e3 * torch.finfo(value.dtype).eps:
+            is_random = _relative(again.get(name), value) > 0
+            why = "random, in evaluation mode too" if is_random else cause
+            found.append(Difference(name, size, why))
     found.sort(key=lambda one: -one.relative)
     return CheckResult(twin.chunk_sizes or (), len(whole), tuple(found))
 

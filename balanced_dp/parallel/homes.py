@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ..devices import capacities_of
 from .copies import BUCKET_BYTES
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -17,15 +18,17 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> None:
     """Move each parameter to one of ``devices``, and the buffers to the first.
 
-    The bytes on each device are in proportion to its capacity. Runs of successive submodules stay
-    together, since their parameters are copied together and used one soon after the other. The
-    first run goes to the first device, each other one to the device that is the least full, so that
-    gradients arrive at all devices at once.
+    The bytes on each device are in proportion to its capacity, or the same if one is unknown. Runs
+    of successive submodules stay together, since their parameters are copied together and used one
+    soon after the other. The first run goes to the first device, each other one to the device that
+    is the least full, so that gradients arrive at all devices at once.
 
     A device may repeat. The module may be on the CPU, if it fits on no single device.
     """
     devices = list(dict.fromkeys(devices))
-    capacities = _capacities(devices)
+    is_known = all(hasattr(torch.get_device_module(d), "get_device_properties") for d in devices)
+    num_bytes_of = capacities_of(devices) if is_known else [1] * len(devices)
+    capacities = dict(zip(devices, num_bytes_of, strict=True))
     held = dict.fromkeys(devices, 0)
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
     run_bytes = min(num_bytes // (2 * len(devices)), BUCKET_BYTES)
@@ -72,11 +75,3 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
         moved = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
         torch.utils.swap_tensors(tensor, moved)
     tensor.grad = None if grad is None else grad.to(device)
-
-
-def _capacities(devices: Sequence[torch.device]) -> dict[torch.device, int]:
-    """Return the memory of each device in bytes, or 1 for all if one is unknown."""
-    modules = {device: torch.get_device_module(device) for device in devices}
-    if not all(hasattr(module, "get_device_properties") for module in modules.values()):
-        return dict.fromkeys(devices, 1)
-    return {d: module.get_device_properties(d).total_memory for d, module in modules.items()}
