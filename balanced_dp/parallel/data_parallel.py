@@ -71,8 +71,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - A list of outputs with an entry for each sample comes back as one list.
 
     Args:
-        gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing
-            but calls without samples. None means no limit: the split is even, or follows
+        gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it only runs calls
+            that have no samples. None means no limit: the split is even, or follows
             ``device_weights``. ``"auto"`` starts with the even split, reads the peaks after each
             optimizer step, tries at most six splits and keeps the one with the lowest peak. If
             memory runs out, catch ``torch.OutOfMemoryError`` and repeat the step. State dicts
@@ -215,7 +215,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             # A batch without samples, or a call without tensors, runs on the first device.
             active = [i for i, size in enumerate(sizes) if size] or [0]
             ids = [self.device_ids[i] for i in active]
-            call = self._new_call(ids, None if batch_size is None else [sizes[i] for i in active])
+            call = self._new_call(ids, () if batch_size is None else [sizes[i] for i in active])
             # In the call, the steps find it as ``self._current_call``.
             with advising(self.devices, sizes, self._policy.remedy), running(call):
                 args, keywords = self.scatter(inputs, kwargs, ids)
@@ -238,9 +238,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
-        # One output is joined without a batch size; a PerDevice shows it.
+        # It takes no batch size to join one output, but a PerDevice shows it.
         batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
-        call = self._new_call(devices, None if batch_size is None else [batch_size])
+        call = self._new_call(devices, () if batch_size is None else [batch_size])
         return self._joined([output], call)
 
     # The steps of nn.DataParallel, with its signatures, on devices of any type.
@@ -257,9 +257,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         kwargs: dict[str, Any] | None,
         device_ids: DeviceIds,
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Return positional and keyword arguments for each device; outside of a call, of all."""
+        """Return the arguments for each device, positional and keyword ones, split as in a call."""
         found = self._inputs(inputs, kwargs or {})
-        sizes = call.chunk_sizes if (call := self._current_call) else None
+        sizes = call.chunk_sizes if (call := self._current_call) else ()
         if call is None and len(device_ids) > 1 and (batch_size := found.batch_size()):
             sizes = self.split(batch_size)
         arguments = found.scatter(self._devices_of(device_ids), sizes)
@@ -289,11 +289,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         [device] = self._devices_of([output_device])
         return Gather(device, self._current_call or self._new_call(self.device_ids)).join(outputs)
 
-    def _new_call(self, device_ids: DeviceIds, sizes: Sequence[int] | None = None) -> Call:
+    def _new_call(self, device_ids: DeviceIds, sizes: Iterable[int] = ()) -> Call:
         """Return a call on some devices, with so many samples on each if the batch is split."""
         options = self.dim, self.scalar_outputs, self.loss_weight
         devices, function = self._devices_of(device_ids), self.module.forward
-        return Call(self._history, function, devices, sizes, *options)
+        return Call(self._history, function, devices, tuple(sizes), *options)
 
     def _joined(self, outputs: Sequence[Any], call: Call) -> Any:
         """Gather the outputs, or leave them on their devices."""

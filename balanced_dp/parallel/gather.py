@@ -26,8 +26,8 @@ class Gather:
       rows, or none, the rows are in the order of the devices, with a warning.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is restored.
     - 0-dim tensors, and those with one entry for several samples, are joined to one value, or
-      stacked to a vector; integers and bools that differ add up (of
-      bools, to whether any is true), with a warning.
+      stacked to a vector. Integers and bools that differ add up (of bools, to whether any is true),
+      with a warning.
     - A list or tuple that is as long as the chunk on every replica has an entry for each sample;
       lists are concatenated. In chunks of one size this is ambiguous: if it holds a tensor with a
       batch dimension, or only 0-dim ones, it is joined item by item, lists with a warning.
@@ -75,9 +75,9 @@ class Gather:
 
     def _are_entries(self, lists: Sequence[Any], path: str) -> bool:
         """Return whether lists have an entry for each sample, rather than items for all of them."""
-        sizes = list(self.call.chunk_sizes or ())
+        sizes = self.call.chunk_sizes
         are_lists = all(isinstance(o, list | tuple) and not hasattr(o, "_fields") for o in lists)
-        if not are_lists or [*map(len, lists)] != sizes or len(sizes) < 2:
+        if not are_lists or tuple(map(len, lists)) != sizes or len(sizes) < 2:
             return False
         if len(set(sizes)) > 1:
             return True
@@ -94,8 +94,8 @@ class Gather:
 
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
         first, how = tensors[0], self.call.scalar_outputs
-        sizes = self.call.chunk_sizes or [0] * len(tensors)
-        # The output of the only replica, or an entry of one sample.
+        sizes = self.call.chunk_sizes or (0,) * len(tensors)
+        # The output of the only replica, unless it is stacked, or an entry of one sample.
         if len(tensors) == 1 and (first.dim() or how != "stack" or len(sizes) > 1):
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}
@@ -129,7 +129,7 @@ class Gather:
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
         """Return the dimension along which tensors are concatenated."""
-        sizes = tuple(self.call.chunk_sizes or ())
+        sizes = self.call.chunk_sizes
         lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
         # The rows of a sample along each dimension; nothing is known if the batch was not split.

@@ -32,7 +32,7 @@ def parallel_apply(
     arguments: Sequence[Arguments],
     devices: Sequence[torch.device],
     idle: list[Workers],
-    chunk_sizes: Sequence[int] | None = None,
+    chunk_sizes: Sequence[int] = (),
 ) -> list[Any]:
     """Call ``functions[i]`` on ``arguments[i]`` with ``devices[i]`` current; return the results.
 
@@ -51,7 +51,7 @@ def parallel_apply(
         arguments: one for each call.
         devices: one for each call; a device may repeat.
         idle: threads of earlier calls, to use and to give back.
-        chunk_sizes: samples of each call, for the note that is added to an exception.
+        chunk_sizes: samples of each call, if known, for the note that an exception gets.
 
     Raises:
         BaseException: the exception of the failed call with the lowest index, after all have ended,
@@ -77,9 +77,10 @@ def parallel_apply(
         workers = Workers()
 
     def where(index: int) -> str:
-        sizes = chunk_sizes or ()
-        samples = f", with {sizes[index]} of the batch's {sum(sizes)} samples" if sizes else ""
-        return f"in replica {index} on {devices[index]}{samples}"
+        place = f"in replica {index} on {devices[index]}"
+        if not chunk_sizes:
+            return place
+        return f"{place}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
 
     def work(device: torch.device) -> None:
         for index in [i for i, own in enumerate(devices) if own == device]:

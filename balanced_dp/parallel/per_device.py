@@ -59,13 +59,13 @@ class PerDevice(Scattered):
         output_device: torch.device,
         idle_workers: list[Workers],
     ) -> None:
-        self._outputs = tuple(call.in_place(outputs, output_device))
+        self._outputs = tuple(call.with_joined_losses(outputs, output_device))
         self.output_device = output_device
         self.dim = call.dim
         self.devices = tuple(call.devices)
-        self.chunk_sizes = None if call.chunk_sizes is None else tuple(call.chunk_sizes)
+        self.chunk_sizes = call.chunk_sizes or None
         # Another record, which keeps neither the model nor the arguments of its call alive.
-        split = self.devices, self.chunk_sizes, self.dim
+        split = self.devices, call.chunk_sizes, self.dim
         self._call = Call(call.history, type(self).gather, *split, call.scalar_outputs)
         self._idle_workers = idle_workers
 
@@ -135,7 +135,7 @@ class PerDevice(Scattered):
         call: Call,
     ) -> Any:
         """Call a function for each output, on its device, and join the results."""
-        devices, sizes = self.devices, self.chunk_sizes
+        devices, sizes = self.devices, call.chunk_sizes
         arguments = call.arguments = inputs.scatter(devices, sizes)
         with running(call):
             results = parallel_apply(functions, arguments, devices, self._idle_workers, sizes)

@@ -18,8 +18,8 @@ from .nested import Arguments
 Named = Iterable[tuple[str, Any]]
 """Inputs, each with its dotted path."""
 
-Split = tuple[Sequence[torch.device], Sequence[int] | None]
-"""The devices of a call, and the chunk size of each; None if each gets everything."""
+Split = tuple[Sequence[torch.device], Sequence[int]]
+"""The devices of a call, and the chunk size of each; none if each gets everything."""
 
 
 class Scattered(Sequence[Any]):
@@ -92,7 +92,7 @@ class Inputs:
         return None if value is None else len(value)
 
     def scatter(
-        self, devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None
+        self, devices: Sequence[torch.device], chunk_sizes: Sequence[int]
     ) -> list[Arguments]:
         """Return the arguments for each device. Differentiable.
 
@@ -102,8 +102,8 @@ class Inputs:
 
         Args:
             devices: the destinations.
-            chunk_sizes: the number of samples for each device. If None, nothing is split, and every
-                tensor is copied whole to each device.
+            chunk_sizes: the number of samples for each device. If empty, nothing is split, and
+                every tensor is copied whole to each device.
 
         Raises:
             ScatterError: the size of a tensor along ``dim``, or the length of a sequence in
@@ -152,13 +152,13 @@ class Inputs:
             return list(value)
         length = _length(value)
 
-        if sizes is not None and path in self.split:
+        if sizes and path in self.split:
             if length != sum(sizes):
                 fact = f"is in split, but it is a {type(value).__name__} of length {length}"
                 raise _error(path, f"{fact}, and the batch has {sum(sizes)} samples")
             bounds = zip(devices, pairwise(accumulate(sizes, initial=0)), strict=True)
-            return [self._parts(value[i:j], path, ([device], None))[0] for device, (i, j) in bounds]
-        if sizes is not None and 1 < sum(sizes) == length:
+            return [self._parts(value[i:j], path, ([device], ()))[0] for device, (i, j) in bounds]
+        if 1 < sum(sizes) == length:
             held = [leaf for _, leaf in nested.leaves(value) if leaf is not None]
             if held and not any(isinstance(leaf, torch.Tensor) for leaf in held):
                 fact = f"as long as the batch, {length}, but is passed whole to each device"
@@ -172,7 +172,7 @@ class Inputs:
     def _chunks(self, tensor: torch.Tensor, path: str, split: Split) -> Sequence[torch.Tensor]:
         """Return the chunk of a tensor for each device, not yet moved."""
         devices, sizes = split
-        if sizes is None or tensor.dim() == 0 or _is_below(path, self.broadcast):
+        if not sizes or tensor.dim() == 0 or _is_below(path, self.broadcast):
             return [tensor] * len(devices)
         if self._size(tensor, path) != sum(sizes):
             raise self._size_error(tensor, path, sum(sizes))

@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 SHARED = {"hits": torch.zeros(())}
 
 
-def gather(outputs, device=CPU, dim=0, scalar_outputs="auto", chunk_sizes=None):
-    call = Call(OutputHistory(), gather, [CPU], chunk_sizes, dim, scalar_outputs)
+def gather(outputs, device=CPU, dim=0, scalar_outputs="auto", chunk_sizes=()):
+    call = Call(OutputHistory(), gather, [CPU], tuple(chunk_sizes), dim, scalar_outputs)
     return Gather(device, call).join(outputs)
 
 
@@ -61,7 +61,7 @@ def test_outputs_that_differ_are_named(outputs, message):
 @pytest.mark.parametrize(
     ("scalar_outputs", "chunk_sizes", "numbers", "expected"),
     [
-        ("mean", None, (1.0, 4.0), 2.5),
+        ("mean", [], (1.0, 4.0), 2.5),
         ("mean", [3, 1], (1.0, 4.0), 1.75),
         ("sum", [3, 1], (1.0, 4.0), 5.0),
         ("sum", [3, 1], (1, 2), 3),

@@ -80,8 +80,8 @@ _running = weakref.WeakSet[Any]()
 @contextlib.contextmanager
 def running(call: Any) -> Iterator[None]:
     """Context manager in which a ``Call`` is running, and its cross entropies are counted."""
-    sizes, is_auto = call.chunk_sizes or (), call.scalar_outputs == "auto"
-    call.counted = [[] for _ in sizes] if len(sizes) > 1 and is_auto else []
+    is_split = len(call.chunk_sizes) > 1
+    call.counted = [[] for _ in call.devices] if is_split and call.scalar_outputs == "auto" else []
     token = current_call.set(call)
     try:
         with _lock:
@@ -135,7 +135,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             is_empty = count == 0
             result.masked_fill_(is_empty, 0)
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
-                loss.grad_fn.register_hook(functools.partial(_without_nan, is_empty))
+                loss.grad_fn.register_hook(functools.partial(zero_if_empty, is_empty))
         value = loss.clone()  # the loss may be written to
         pairs = target if tuple(input.shape) == 2 * tuple(target.shape) else None
         version = 0 if loss.is_inference() else loss._version
@@ -157,6 +157,8 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
     return (weights * is_counted).sum()
 
 
-def _without_nan(is_empty: Tensor, gradients: Sequence[Tensor | None], _: Any) -> Any:
-    """Replace the gradients of a mean over nothing, 0 / 0, by 0."""
-    return tuple(g if g is None else g.masked_fill(is_empty, 0) for g in gradients)
+def zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:
+    """Replace gradients that are 0 / 0, as of a mean over nothing, by 0. A hook of a node."""
+    return tuple(
+        g if g is None else g.masked_fill(is_empty.to(g.device) & g.isnan(), 0) for g in gradients
+    )

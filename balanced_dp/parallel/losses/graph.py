@@ -126,8 +126,8 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*own[0]) for own in inputs]
     is_even = len(set(sizes)) == 1
     reducer = _reducer(edges[0][0], sizes[0], dim) if is_even else None
-    has_samples = [_have_samples(shapes, sizes, dim) for shapes in (inner, outer)]
-    if reducer is not edges[0][0] and (reducer or has_samples != [True, False]):
+    loses_samples = _have_samples(inner, sizes, dim) and not _have_samples(outer, sizes, dim)
+    if not (reducer is edges[0][0] if reducer else loses_samples):
         return []
     if dim and is_even and sizes[0] in outer[0]:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
@@ -135,10 +135,10 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
 
 
 def _reducer(node: Any, size: int, dim: int) -> Any:
-    """Return the operator that has reduced a dimension of the chunk size, as ``mean(0)`` does.
+    """Return the operator that reduced a dimension of the chunk size, as ``mean(0)`` does, or None.
 
-    It is looked for before a node, beyond operators that keep the shape. Where there is one, a size
-    that is left may be a multiple of the chunk size by chance.
+    It is the node itself, or leads to it through operators that keep the shape. If there is one, a
+    dimension of the node that is a multiple of the chunk size is so by chance.
     """
     first = node
     while node is not None and node.next_functions and node.next_functions[0][0]:
@@ -164,12 +164,12 @@ def _is_stack(node: Any) -> bool:
 def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int) -> bool:
     """Return whether tensors of these shapes hold samples, or a number for each of them.
 
-    With chunks of one size, it is supposed of tensors whose batch dimension is a multiple.
+    In chunks of one size, those do whose batch dimension is a multiple of it, as is supposed.
     """
-    shape = shapes[0]
-    if len(set(sizes)) > 1 or any(other != shape for other in shapes):
-        return any(other != shape for other in shapes)
-    return -len(shape) <= dim < len(shape) and shape[dim] % sizes[0] == 0
+    shape, is_even = shapes[0], len(set(sizes)) == 1
+    if any(other != shape for other in shapes):
+        return True
+    return is_even and -len(shape) <= dim < len(shape) and shape[dim] % sizes[0] == 0
 
 
 def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
@@ -264,7 +264,10 @@ def _is_data(saved: object) -> TypeGuard[Tensor]:
 
 
 def _is_number(saved: object) -> bool:
-    """Return whether autograd saved one of Python's numbers, which has no say in the type."""
+    """Return whether autograd saved one of Python's numbers, maybe as a tensor.
+
+    Such a tensor has no say in the type of a result.
+    """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)
     dtype = torch.half if saved.is_floating_point() else torch.int8

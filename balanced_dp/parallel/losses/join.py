@@ -66,7 +66,7 @@ class Call:
         history: the findings of earlier calls of the model.
         function: the function that each replica computes.
         devices: the device of each replica.
-        chunk_sizes: how many samples each replica has; None if the batch was not split.
+        chunk_sizes: how many samples each replica has; empty if the batch was not split.
         dim: the batch dimension.
         scalar_outputs: how they are joined, as in ``BalancedDataParallel``. With ``"auto"``, the
             graph is followed to the means and sums of losses.
@@ -78,7 +78,7 @@ class Call:
     history: OutputHistory
     function: Callable[..., Any]
     devices: Sequence[torch.device]
-    chunk_sizes: Sequence[int] | None
+    chunk_sizes: tuple[int, ...]
     dim: int
     scalar_outputs: ScalarOutputs = "auto"
     loss_weight: Callable[..., Any] | str | None = None
@@ -93,7 +93,7 @@ class Call:
             name: the dotted path of the output.
             device: the device of the result.
         """
-        sizes = self.chunk_sizes or [1] * len(outputs)
+        sizes = self.chunk_sizes or (1,) * len(outputs)
         given = [w.get(name) if isinstance(w, Mapping) else w for w in self._given_weights]
         if given and all(weight is not None for weight in given):
             with contextlib.suppress(UnclearError):
@@ -110,8 +110,6 @@ class Call:
         try:
             weights, means = self._plan(outputs, key)
         except UnclearError as error:
-            if torch.is_grad_enabled():
-                self.history.known[key] = None
             self.warn(name, str(error))
             return joined(outputs, sizes, device)
         self._check_counted(name, [term.own for term in means])
@@ -130,14 +128,15 @@ class Call:
         Raises:
             UnclearError: they are not known.
         """
-        sizes, known = tuple(self.chunk_sizes or ()), self.history.known
+        sizes, known = self.chunk_sizes, self.history.known
         if torch.is_grad_enabled():
+            known[key] = None  # unless it is known below
             nodes = {one.node: one for found in self.counted for one in found if one.node}
             weights, means = self._weights_of(terms_of(outputs, sizes, self.dim, nodes), key)
-            own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
             # Sets compare hashes, so tensors among the weights are not read.
-            is_known = weights in {sizes, None} and not any(term.scales for term in means)
-            known[key] = (weights is None, own, self._form) if is_known else None
+            if weights in {sizes, None} and not any(term.scales for term in means):
+                own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
+                known[key] = weights is None, own, self._form
             return weights, means
         if key not in known:
             return self._weights_of([self._term_by_value(outputs)], key)
@@ -166,7 +165,7 @@ class Call:
         Raises:
             UnclearError: the terms have different weights.
         """
-        sizes = tuple(self.chunk_sizes or ())
+        sizes = self.chunk_sizes
         means, found = [], set[Weights]()
         for i, term in enumerate(terms):
             if not any(term.factors):
@@ -190,9 +189,9 @@ class Call:
 
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
         """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
-        sizes = self.chunk_sizes or ()
+        sizes = self.chunk_sizes
         follow = are_equal([count / size for count, size in zip(counts, sizes, strict=True)])
-        return tuple(sizes if follow else counts)
+        return sizes if follow else tuple(counts)
 
     def _weights_of_sum(self, term: Term, place: Any) -> Weights:
         """Return the weights of a sum: None, or its counts if they divide it.
@@ -200,7 +199,7 @@ class Call:
         Raises:
             UnclearError: it is divided by something else.
         """
-        sizes, factors, known = self.chunk_sizes or (), term.factors, self.history.known
+        sizes, factors, known = self.chunk_sizes, term.factors, self.history.known
         if not term.is_scaled:
             return None
         if not term.divisors:  # Python's numbers are looked at in each call
@@ -232,7 +231,7 @@ class Call:
         """Return whether numbers divide a term by these counts."""
         products = [f * n for f, n in zip(term.factors, counts, strict=True) if n]
         # In chunks of one size, other constants have the same effect.
-        is_even = len(set(self.chunk_sizes or ())) == 1
+        is_even = len(set(self.chunk_sizes)) == 1
         return term.is_scaled and are_equal([1, *map(abs, products)] if is_even else products)
 
     def _is_argument(self, divisors: Sequence[Any]) -> bool:
@@ -281,14 +280,14 @@ class Call:
                 "model.check(batch) shows by how much"
             )
 
-    def in_place(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
+    def with_joined_losses(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
         """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
 
         It is computed on ``device``, and copied to each replica's device.
         """
         if self.scalar_outputs != "auto" or len(outputs) < 2:
             return outputs
-        most = max(self.chunk_sizes or [0])
+        most = max(self.chunk_sizes, default=0)
         losses = [{n: v for n, v in nested.leaves(o) if is_loss(v, most)} for o in outputs]
         values = {
             name: self.join([own[name].reshape(()) for own in losses], name, device).view_as(value)
@@ -305,7 +304,7 @@ class Call:
 
         It is searched once, in the first call with gradients and chunks of different size.
         """
-        sizes, known, key = self.chunk_sizes or (), self.history.known, ("mixes", self._code)
+        sizes, known, key = self.chunk_sizes, self.history.known, ("mixes", self._code)
         if not torch.is_grad_enabled() or known.get(key) or len(set(sizes)) < 2:
             return
         ends = [sizes.index(end(sizes)) for end in (min, max)]

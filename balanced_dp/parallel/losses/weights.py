@@ -15,6 +15,7 @@ from torch import Tensor
 from ...errors import ArgumentError, ArgumentTypeError
 from ...torch_versions import run_at_once
 from ..nested import described, named_arguments, parameters
+from .cross_entropy import zero_if_empty
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 """How 0-dim outputs are joined, as in ``BalancedDataParallel``."""
@@ -68,14 +69,7 @@ def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
     """Replace the gradients of sums that are 0 / 0, on replicas whose weight is 0, by 0."""
     for node, weight in zip(nodes, weights, strict=False):
         if isinstance(weight, Tensor):
-            node.register_prehook(functools.partial(_zero_where, weight == 0))
-
-
-def _zero_where(is_empty: Tensor, gradients: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(
-        g if g is None else g.masked_fill(is_empty.to(g.device) & ~g.isfinite(), 0)
-        for g in gradients
-    )
+            node.register_prehook(functools.partial(zero_if_empty, weight == 0))
 
 
 def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
@@ -120,7 +114,7 @@ def weight_of_chunk(
         return (named[loss_weight] != -100).sum()
     names = parameters(loss_weight)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    # Parameters with names of their own get the arguments by position.
+    # Parameters with names of their own get the arguments by position, as those of *args.
     if takes_any or {*names} & {*named, *parameters(function)}:
         args, kwargs = (), {n: v for n, v in named.items() if n in names or takes_any}
     try:
