@@ -99,9 +99,11 @@ def running(call: Any) -> Iterator[None]:
 def _exchange(is_counting: bool) -> None:
     """Replace functions of torch or bring them back, but leave those that somebody else has put."""
     for name, function in _FUNCTIONS.items():
-        pair = function, _counting(function)
-        if getattr(torch._C._nn, name) is pair[not is_counting]:
-            setattr(torch._C._nn, name, pair[is_counting])
+        old, new = function, _counting(function)
+        if not is_counting:
+            old, new = new, old
+        if getattr(torch._C._nn, name) is old:
+            setattr(torch._C._nn, name, new)
 
 
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

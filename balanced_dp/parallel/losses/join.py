@@ -45,13 +45,17 @@ class OutputHistory:
     """The findings of earlier calls of a model about its outputs.
 
     Attributes:
-        known: by function and path of an output, how it was joined in the last call with gradients:
+        plans: by function and path of an output, how it was joined in the last call with gradients:
             whether it adds up but for some cross entropies, their positions and factors, and the
-            form of the call. None if only the graph tells. By other keys, what is found out once.
+            form of the call. None if only the graph tells.
+        fits: by the place of a sum in an output, whether a tensor that divides it was its count.
+        seen: what is looked at once.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
-    known: dict[Any, Any] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)
+    fits: dict[Any, bool] = field(default_factory=dict)
+    seen: set[Any] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
@@ -87,6 +91,9 @@ class Call:
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
         """Return the value of the whole batch on ``device``. Differentiable.
+
+        The weights are those of ``loss_weight``, the counts of a cross entropy, or what the graph
+        tells. Otherwise the outputs are averaged by samples, with a warning if the graph was asked.
 
         Args:
             outputs: a 0-dim floating tensor of each replica.
@@ -128,19 +135,19 @@ class Call:
         Raises:
             UnclearError: they are not known.
         """
-        sizes, known = self.chunk_sizes, self.history.known
+        sizes, plans = self.chunk_sizes, self.history.plans
         if torch.is_grad_enabled():
-            known[key] = None  # unless it is known below
+            plans[key] = None  # unless it is known below
             nodes = {one.node: one for found in self.counted for one in found if one.node}
             weights, means = self._weights_of(terms_of(outputs, sizes, self.dim, nodes), key)
             # Sets compare hashes, so tensors among the weights are not read.
             if weights in {sizes, None} and not any(term.scales for term in means):
                 own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
-                known[key] = weights is None, own, self._form
+                plans[key] = weights is None, own, self._form
             return weights, means
-        if key not in known:
+        if key not in plans:
             return self._weights_of([self._term_by_value(outputs)], key)
-        adds_up, own, form = known[key] or (False, [], None)
+        adds_up, own, form = plans[key] or (False, [], None)
         if form != self._form:
             raise UnclearError("without gradients its counts, factors or arguments may differ")
         means = [Term([f] * len(sizes), own=[c[i] for c in self.counted]) for i, f in own]
@@ -196,10 +203,13 @@ class Call:
     def _weights_of_sum(self, term: Term, place: Any) -> Weights:
         """Return the weights of a sum: None, or its counts if they divide it.
 
+        Sums add up if nothing divides them, or one number on all replicas, or an argument of the
+        call. A count is that of samples, of entries, of a mask or of a cross entropy.
+
         Raises:
             UnclearError: it is divided by something else.
         """
-        sizes, factors, known = self.chunk_sizes, term.factors, self.history.known
+        sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
         if not term.is_scaled:
             return None
         if not term.divisors:  # Python's numbers are looked at in each call
@@ -250,10 +260,10 @@ class Call:
 
     def _check_counted(self, name: str, found: Sequence[Sequence[Counted]]) -> None:
         """Warn if cross entropies are not over samples one by one. This waits in the first call."""
-        key = "counted", self._code, name, len(found)
-        if key in self.history.known:
+        key = self._code, name, len(found)
+        if key in self.history.seen:
             return
-        self.history.known[key] = True
+        self.history.seen.add(key)
         for own in found:
             weights = [one.weight.tolist() for one in own if one.weight is not None]
             if any(weight != weights[0] for weight in weights):
@@ -304,13 +314,14 @@ class Call:
 
         It is searched once, in the first call with gradients and chunks of different size.
         """
-        sizes, known, key = self.chunk_sizes, self.history.known, ("mixes", self._code)
-        if not torch.is_grad_enabled() or known.get(key) or len(set(sizes)) < 2:
+        sizes, seen = self.chunk_sizes, self.history.seen
+        if not torch.is_grad_enabled() or self._code in seen or len(set(sizes)) < 2:
             return
         ends = [sizes.index(end(sizes)) for end in (min, max)]
         leaves = [nested.tensors(outputs[i]) for i in ends]
         pairs = [p for p in zip(*leaves, strict=False) if all(one.grad_fn for one in p)]
-        known[key] = bool(pairs)
+        if pairs:
+            seen.add(self._code)
         how = how_samples_mix(pairs, [sizes[i] for i in ends])
         if how and not is_symbolic(pairs[0][0].device):
             reason = f"{how}, so each device uses only its own chunk"
