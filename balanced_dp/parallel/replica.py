@@ -32,8 +32,11 @@ _CARRIERS = (types.MethodType, functools.partial)
 """Attributes that may hold modules, and must hold their copies in a replica: hooks and ``forward``.
 """
 
+_Member = tuple[int, str, str, Any]
+"""The index of a module, a kind of members, the name of one, and the member."""
+
 _Place = tuple[int, str, str, int]
-"""The index of a module, a kind and a name of members, and the position among all members."""
+"""The same with the position of the member in a list."""
 
 
 class Blueprint:
@@ -60,12 +63,12 @@ class Blueprint:
 
     def __init__(self, network: nn.Module) -> None:
         self.names, self.modules = map(list, zip(*network.named_modules(), strict=True))
-        self.tensors: list[torch.Tensor] = []
-        self.places = self._index("_parameters", self.tensors)
-        self.parameters = self.tensors.copy()
-        self.places += self._index("_buffers", self.tensors)
+        parameters, buffers = self._members("_parameters"), self._members("_buffers")
+        self.parameters: list[torch.Tensor] = _each_once(parameters)
+        self.tensors: list[torch.Tensor] = _each_once(parameters + buffers)
         self.buffers = self.tensors[len(self.parameters) :]
-        self.children = self._index("_modules", self.modules)
+        self.places = _places(parameters + buffers, self.tensors)
+        self.children = _places(self._members("_modules"), self.modules)
         for module in self.modules:
             _check_replicable(module)
         own = [module.__dict__ for module in self.modules]
@@ -78,18 +81,10 @@ class Blueprint:
         self._filled, self._empty = list(filter(None, members)), [d for d in members if not d]
         self._contents = self._take_contents()
 
-    def _index(self, kind: str, values: list[Any]) -> list[_Place]:
-        """Return the places of all members of a kind, and append new ones to ``values``."""
-        positions = {id(value): position for position, value in enumerate(values)}
-        places = []
-        for index, module in enumerate(self.modules):
-            for name, value in module.__dict__[kind].items():
-                if value is not None:
-                    position = positions.setdefault(id(value), len(values))
-                    if position == len(values):
-                        values.append(value)
-                    places.append((index, kind, name, position))
-        return places
+    def _members(self, kind: str) -> list[_Member]:
+        """Return all members of a kind, in the order of registration."""
+        own = [(i, module.__dict__[kind].items()) for i, module in enumerate(self.modules)]
+        return [(i, kind, name, v) for i, items in own for name, v in items if v is not None]
 
     def path(self, index: int, name: str) -> str:
         """Return the dotted path of an attribute of a module."""
@@ -115,6 +110,15 @@ class Blueprint:
             list(chain.from_iterable(dictionaries)),
             list(chain.from_iterable(map(dict.values, dictionaries))),
         )
+
+
+def _each_once(members: Sequence[_Member]) -> list[Any]:
+    return list({id(member): member for _, _, _, member in members}.values())
+
+
+def _places(members: Sequence[_Member], values: Sequence[Any]) -> list[_Place]:
+    positions = {id(value): position for position, value in enumerate(values)}
+    return [(i, kind, name, positions[id(member)]) for i, kind, name, member in members]
 
 
 class Replica:

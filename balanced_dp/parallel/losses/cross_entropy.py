@@ -99,9 +99,8 @@ def running(call: Any) -> Iterator[None]:
 def _exchange(is_counting: bool) -> None:
     """Replace functions of torch or bring them back, but leave those that somebody else has put."""
     for name, function in _FUNCTIONS.items():
-        old, new = function, _counting(function)
-        if not is_counting:
-            old, new = new, old
+        counting = _counting(function)
+        old, new = (function, counting) if is_counting else (counting, function)
         if getattr(torch._C._nn, name) is old:
             setattr(torch._C._nn, name, new)
 
