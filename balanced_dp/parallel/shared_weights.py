@@ -52,10 +52,11 @@ class ParameterCopies:
         homes = {parameter.device for parameter in parameters}
         away = [device for device in result if homes - {device}]
         arrivals = Arrivals()
-        if away and (block := self._block):
-            with self._lock:
+        with self._lock:  # so that the block does not end meanwhile
+            block = self._block
+            if away and block:
                 result.update(block.on(away, parameters))
-        elif away:
+        if away and not block:
             copies = _copied(away, parameters, arrivals)
             if torch.is_grad_enabled():
                 make_nodes(copies, parameters)
