@@ -224,7 +224,6 @@ class LoopSearch:
             iterations: the maximum of many is higher than that of a few.
 
     Attributes:
-        smallest: the smallest chunk that a replica trains on.
         search: the search for the largest batch so far, empty before the first iteration.
         highest: the peaks and the record of each split's highest iteration that is compared.
         is_over: whether the value is final, unless memory runs out.
@@ -233,27 +232,22 @@ class LoopSearch:
     def __init__(self, budgets: Sequence[int], *, is_careful: bool, compares: bool = False) -> None:
         self.search = Search(0, budgets, is_careful=is_careful, for_speed=compares)
         self.highest: dict[Split, _Iteration] = {}
-        self.smallest = 1
         self.is_over = False
         self._share = Fraction(1)
         self._accumulates = False
         self._iterations: dict[Split, list[_Iteration]] = {}
         self._is_settling = is_careful
 
-    def value(self, batch_size: int) -> int:
-        """Return the value for a batch."""
-        value = math.ceil(self._share * batch_size)
-        even = even_share(batch_size, len(self.search.budgets))
-        return min(even, max(value, self.smallest)) if value else 0
-
     def split(self, batch_size: int) -> Split:
         """Return the chunk sizes of a batch."""
-        return split_batch(batch_size, len(self.search.budgets), self.value(batch_size))
+        value = math.ceil(self._share * batch_size)
+        value = max(value, self.search.smallest) if value else 0
+        return split_batch(batch_size, len(self.search.budgets), value)
 
     def tell(
         self, split: Split, peaks: Sequence[float], accumulates: bool = False, record: Any = None
-    ) -> bool:
-        """Record an iteration; return whether it counts, because none is larger.
+    ) -> None:
+        """Record an iteration, which counts if none is larger.
 
         Args:
             split: the chunk sizes of its largest batch.
@@ -264,7 +258,7 @@ class LoopSearch:
         was_settling, self._is_settling = self._is_settling, False
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self._accumulates)
         if was_settling or iteration < largest:
-            return False
+            return
         if iteration > largest:
             self._begin(*iteration)
         found = [*self._iterations.get(split, ()), (peaks, record)]
@@ -280,7 +274,6 @@ class LoopSearch:
             following = min(self._iterations, key=lambda tried: len(self._iterations[tried]))
         self.is_over = following is None
         self._use(self.search.best if following is None else following[0])
-        return True
 
     def _varies(self) -> bool:
         """Return whether the peaks of a split vary."""
@@ -308,12 +301,12 @@ class LoopSearch:
         self._iterations, self.highest = {}, {}
         same = ((s, full) for s, full in before.told.items() if sum(s) == batch_size)
         out = {split: full for split, full in same if max(full) == math.inf}
-        self.search = replace(before, batch_size=batch_size, smallest=self.smallest, told=out)
+        self.search = replace(before, batch_size=batch_size, told=out)
 
     def _use(self, value: int | None) -> None:
         """Use a value from the next batch on."""
         batch_size = self.search.batch_size
-        if value is not None and value != self.value(batch_size):
+        if value is not None and value != self.split(batch_size)[0]:
             self._share = Fraction(value, batch_size)
             self._is_settling = self.search.is_careful
 
@@ -321,7 +314,7 @@ class LoopSearch:
         """Return the value for a batch, and whether it is final, as numbers and lists."""
         return {
             "batch_size": batch_size,
-            "gpu0_bsz": self.value(batch_size),
+            "gpu0_bsz": self.split(batch_size)[0],
             "capacities": list(self.search.budgets),
             "is_over": self.is_over,
         }

@@ -107,8 +107,8 @@ def test_only_the_largest_iterations_count():
         follow(search, LAW, 5, 1)
         search.tell(search.split(64), LAW.peaks(search.split(64)), accumulates=True)
         search.tell(search.split(64), [9**9] * 4)  # the data ended: not compared
-    assert search.is_over and search.value(64) == values[-1]
-    assert search.value(128) == 2 * values[-1]
+    assert search.is_over and search.split(64)[0] == values[-1]
+    assert search.split(128)[0] == 2 * values[-1]
     assert search.split(1) == (1, 0, 0, 0)
 
 
@@ -118,7 +118,7 @@ def test_peaks_that_grow_reopen_the_search():
     for even in (200, 200, *[210] * 20):
         split = search.split(16)
         search.tell(split, [(200, 200, 200, 205, even)[split[0]], 90, 90, 90])
-    assert search.is_over and search.value(16) == 2
+    assert search.is_over and search.split(16)[0] == 2
 
 
 def test_peaks_that_vary_are_compared_fairly():
@@ -131,7 +131,7 @@ def test_peaks_that_vary_are_compared_fairly():
             split = search.split(32)
             factor = random.uniform(1, 1.05)
             peaks = [peak * factor for peak in law.peaks(split)]
-            assert search.tell(split, peaks, record=split)
+            search.tell(split, peaks, record=split)
         highest = {split: max(peaks) for split, (peaks, _) in search.highest.items()}
         named.append(min(highest, key=lambda split: highest[split]))
         assert search.is_over and search.highest[split][1] == split
@@ -142,15 +142,15 @@ def test_running_out_changes_the_value():
     """Halve device 0's samples where it ran out, go up where another did, or back to what ran."""
     search = LoopSearch([GIB] * 4, is_careful=True)
     for index, before, after in ((0, 16, 8), (0, 8, 4), (2, 4, 6)):
-        assert search.value(64) == before
+        assert search.split(64)[0] == before
         assert search.ran_out(64, index)
-        assert search.value(64) == after
-    assert (search.value(640), search.value(32)) == (60, 3)
+        assert search.split(64)[0] == after
+    assert (search.split(640)[0], search.split(32)[0]) == (60, 3)
     search = LoopSearch([10**4] * 4, is_careful=False)
     ran = follow(search, LAW, 64, 2)
-    assert search.value(64) < min(ran)
+    assert search.split(64)[0] < min(ran)
     search.ran_out(64, 1)
-    assert search.value(64) == min(ran)
+    assert search.split(64)[0] == min(ran)
     follow(search, LAW, 64)
     assert search.is_over
 
@@ -173,6 +173,6 @@ def test_a_checkpoint_is_taken_over(budgets, finds, is_over):
     search, loaded = LoopSearch([10**4] * 4, is_careful=True), LoopSearch(budgets, is_careful=True)
     follow(search, LAW, 64)
     loaded.load_state_dict(json.loads(json.dumps(search.state_dict(64))))
-    assert search.value(64) < 16
-    assert loaded.value(64) == (search.value(64) if finds else 64 // len(budgets))
+    assert search.split(64)[0] < 16
+    assert loaded.split(64)[0] == (search.split(64)[0] if finds else 64 // len(budgets))
     assert loaded.is_over == is_over

@@ -144,7 +144,7 @@ class AutoSplit:
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
         """Record the call, and return its chunk sizes."""
-        self.search.smallest = smallest_chunk(module)
+        self.search.search.smallest = smallest_chunk(module)
         chunk_sizes = self.split(batch_size)
         if batch_size and torch.is_grad_enabled():
             self.begin()

@@ -161,12 +161,10 @@ class Loop(AutoSplit):
             return
         measured, self._peaks = self._measured(self._peaks), None
         self.num_iterations += 1
-        if self.num_iterations > 1 and len(self.devices) > 1:
+        if self.num_iterations > 1 and self.is_splitting:
             peaks, accumulates = measured.peak_bytes, self._batch[1]
-            if not self.search.tell(measured.chunk_sizes, peaks, accumulates, measured):
-                return
-            measured = self.search.highest[measured.chunk_sizes][1]
-        elif self.last is not None and self.num_iterations > 2:
+            self.search.tell(measured.chunk_sizes, peaks, accumulates, measured)
+        if self.last is not None and self.num_iterations > 2:
             measured = max(self.last, measured, key=lambda option: max(option.peak_bytes))
         self.last = measured
 
