@@ -36,10 +36,8 @@ def test_the_largest_value_that_fits(law, budgets, batch_size):
     full = all_values(law, batch_size, budgets)
     search = Search(batch_size, budgets, for_speed=True)
     ask(search, law.peaks)
-    assert max((value for value in full if full[value] <= 1), default=0) in {
-        0,
-        *(split[0] for split in search.told),
-    }
+    largest = max((value for value in full if full[value] <= 1), default=0)
+    assert largest in {0, *(split[0] for split in search.told)}
 
 
 @pytest.mark.parametrize("start", [None, 0, 1])
@@ -65,9 +63,8 @@ def test_a_careful_search_never_runs_out(law, budgets, batch_size):
     while (split := search.next()) is not None:
         full = utilizations(law.peaks(split), budgets)
         assert max(full) <= 1.000001 or not has_run
-        search.tell(
-            split, [math.inf if f > 1 else f * b for f, b in zip(full, budgets, strict=True)]
-        )
+        peaks = [math.inf if f > 1 else f * b for f, b in zip(full, budgets, strict=True)]
+        search.tell(split, peaks)
         has_run |= max(full) <= 1
 
 
@@ -132,8 +129,7 @@ def test_peaks_that_vary_are_compared_fairly():
             factor = random.uniform(1, 1.05)
             peaks = [peak * factor for peak in law.peaks(split)]
             search.tell(split, peaks, record=split)
-        highest = {split: max(peaks) for split, (peaks, _) in search.highest.items()}
-        named.append(min(highest, key=lambda split: highest[split]))
+        named.append(min(search.highest, key=lambda split: max(search.highest[split][0])))
         assert search.is_over and search.highest[split][1] == split
     assert named == [(3, 29)] * 30
 

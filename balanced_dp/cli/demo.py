@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..report.tables import Part, TextTable, largest_uses, short_split
 from ..tuning.options import Option
 from ..tuning.report import Report
-from ..tuning.step import StepMeter
+from ..tuning.step import measure_step
 from ..tuning.tuner import tune
 from ..tuning.workload import Batch, Workload, character_batch, encoded_text, find_workload
 
@@ -70,11 +70,10 @@ def run_demo(
             losses.append(loss.item())
             on_step()
 
-        with (
-            training_devices(num, emulate=not found) as devices,
-            StepMeter(_workload(), devices[: 1 if name == "one device" else num]) as meter,
-        ):
-            measured = meter.measure(BATCH_SIZE, gpu0_bsz, num_steps=steps, on_loss=on_loss)
+        with training_devices(num, emulate=not found) as devices:
+            used = devices[: 1 if name == "one device" else num]
+            options = {"num_steps": steps, "on_loss": on_loss}
+            measured = measure_step(_workload(), BATCH_SIZE, gpu0_bsz, used, **options)
         if measured.out_of_memory:
             raise ArgumentError(f"the run with {name} does not fit: {measured.out_of_memory}")
         runs.append(DemoRun(name, measured, losses))

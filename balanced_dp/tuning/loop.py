@@ -20,7 +20,7 @@ from ..parallel.auto import AutoSplit, SplitPolicy
 from ..parallel.data_parallel import BalancedDataParallel
 from ..search import LoopSearch
 from ..split import split_batch
-from .options import Option, value_of
+from .options import Option, arguments_of
 
 
 class StepsDone(SystemExit):
@@ -188,8 +188,7 @@ class Loop(AutoSplit):
         return Option(
             gather=model is None or model.gathers_outputs,
             spread=model is not None and model.spread,
-            gpu0_bsz=value_of(chunk_sizes),
-            device_weights=None,
+            **arguments_of(chunk_sizes),
             chunk_sizes=chunk_sizes,
             peak_bytes=peaks.allocated,
             uses=tuple(memory_breakdown(counted, self._optimizer).values()),

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ..search import utilizations
-from ..split import EQUAL, even_share
+from ..search import Split, utilizations
+from ..split import EQUAL, even_share, split_batch
 
 Goal = Literal["speed", "headroom", "batch"]
 """The best option has the smallest largest chunk, the lowest utilization, or the largest batch."""
 
 
-def value_of(chunk_sizes: Sequence[int]) -> int | None:
-    """Return the ``gpu0_bsz`` of a split without weights, None if it is the even one."""
-    is_even = chunk_sizes[0] >= even_share(sum(chunk_sizes), len(chunk_sizes))
-    return None if is_even else chunk_sizes[0]
+def arguments_of(split: Split) -> dict[str, Any]:
+    """Return the ``gpu0_bsz`` and ``device_weights`` with which a batch is split like this."""
+    batch_size, num_devices = sum(split), len(split)
+    if split != split_batch(batch_size, num_devices, split[0]):
+        return {"gpu0_bsz": None, "device_weights": split}
+    is_even = split[0] >= even_share(batch_size, num_devices)
+    return {"gpu0_bsz": None if is_even else split[0], "device_weights": None}
 
 
 @dataclass(frozen=True, slots=True)

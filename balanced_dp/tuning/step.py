@@ -8,6 +8,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ from ..memory.peaks import Peaks
 from ..parallel.auto import SplitPolicy, smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
-from .options import Option, value_of
+from ..search import Split
+from .options import Option, arguments_of
 from .workload import Batch, Workload
 
 
@@ -29,13 +31,11 @@ def measure_step(
     batch_size: int,
     gpu0_bsz: int | None,
     devices: Sequence[torch.device],
-    *,
-    gather: bool = True,
-    spread: bool = False,
+    **options: Any,
 ) -> Option:
     """Train for two steps and return the measurement of the second, as ``StepMeter.measure``."""
     with StepMeter(workload, devices) as meter:
-        return meter.measure(batch_size, gpu0_bsz, gather=gather, spread=spread)
+        return meter.measure(SplitPolicy(gpu0_bsz, devices).split(batch_size), **options)
 
 
 class StepMeter:
@@ -91,9 +91,7 @@ class StepMeter:
 
     def measure(
         self,
-        batch_size: int,
-        gpu0_bsz: int | None,
-        device_weights: tuple[int, ...] | None = None,
+        chunk_sizes: Split,
         *,
         gather: bool = True,
         spread: bool = False,
@@ -106,42 +104,32 @@ class StepMeter:
         memory runs out, the option says so, and the memory is freed.
 
         Args:
-            batch_size: samples in the whole batch.
-            gpu0_bsz: the most samples of device 0, or None.
-            device_weights: the weight of each device, as in ``BalancedDataParallel``.
+            chunk_sizes: the samples of each device.
             gather: whether to gather outputs and compute their loss on device 0. Otherwise each
                 device computes the loss of its chunk.
             spread: whether to spread parameters, gradients and optimizer state over all devices. A
                 change of it begins with a new model.
             num_steps: the number of steps.
             on_loss: called with the loss of each step.
-
-        Raises:
-            ArgumentError, ArgumentTypeError: there is no such split.
         """
         if spread != self._spread:
             self._free()
             self._spread = spread
             gc.collect()
         gc.freeze()  # so that garbage is looked for only in what this measurement makes
-        chunk_sizes = SplitPolicy(gpu0_bsz, self.devices, device_weights).split(batch_size)
+        arguments = {"gather": gather, "spread": spread, **arguments_of(chunk_sizes)}
         out_of_memory, index, peaks, start = None, None, Peaks(self.devices), time.perf_counter()
         breakdown: dict[str, dict[str, int]] = {}
         before, model = num_ooms(self.devices), None
         try:
             model = BalancedDataParallel(
-                gpu0_bsz,
-                self._trained[0],
-                self.devices,
-                gather=gather,
-                device_weights=device_weights,
-                spread=spread,
+                module=self._trained[0], device_ids=self.devices, **arguments
             )
             for _ in range(num_steps or 2 - self._has_state):
-                batch = self.workload.new_batch(batch_size)
+                batch = self.workload.new_batch(sum(chunk_sizes))
                 self._trained[2].zero_grad()
                 peaks, start = Peaks(self.devices), time.perf_counter()
-                on_loss(self._train(model, batch_size, batch))
+                on_loss(self._train(model, sum(chunk_sizes), batch))
                 for device in self.devices:
                     torch.get_device_module(device).synchronize(device)
                 self._has_state = True
@@ -160,10 +148,7 @@ class StepMeter:
         gc.collect()  # an exception may have left cycles
         torch.get_device_module(self.devices[0]).empty_cache()
         return Option(
-            gather=gather,
-            spread=spread,
-            gpu0_bsz=gpu0_bsz if device_weights else value_of(chunk_sizes),
-            device_weights=device_weights,
+            **arguments,
             chunk_sizes=chunk_sizes,
             peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),  # one may repeat
             uses=tuple(breakdown.get(str(device), {}) for device in self.devices),

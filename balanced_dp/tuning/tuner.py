@@ -154,11 +154,8 @@ class _Run:
         """Return the measurement of a split."""
         key = split, gather, spread
         if key not in self.known:
-            is_value = split == split_batch(sum(split), len(split), split[0])
-            value, weights = (split[0], None) if is_value else (None, split)
-            option = self.meter.measure(sum(split), value, weights, gather=gather, spread=spread)
-            self.known[key] = option
-            self.on_measurement(option)
+            self.known[key] = self.meter.measure(split, gather=gather, spread=spread)
+            self.on_measurement(self.known[key])
         return self.known[key]
 
     def search(self, report: Report, gather: bool, spread: bool) -> None:

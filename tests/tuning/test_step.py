@@ -26,8 +26,8 @@ def test_shapes_only_and_numbers_measure_the_same(name):
 
 def test_the_second_step_has_optimizer_state():
     with emulate_devices(2, symbolic=True) as devices, StepMeter(SMALL["mlp"](), devices) as meter:
-        first = meter.measure(8, 2, num_steps=1)
-        measured = meter.measure(8, 2)
+        first = meter.measure((2, 6), num_steps=1)
+        measured = meter.measure((2, 6))
         assert not gc.isenabled()
     assert gc.isenabled()
     assert first.peak_bytes[0] <= measured.peak_bytes[0]

@@ -19,7 +19,7 @@ from balanced_dp import (
 )
 from balanced_dp.report.tables import summary
 from balanced_dp.search import MAX_SPLITS
-from balanced_dp.split import even_share
+from balanced_dp.split import even_share, split_batch
 from balanced_dp.tuning.step import StepMeter
 
 from ..modules import Lambda
@@ -36,12 +36,12 @@ def tuned(workload, batch_size, capacities, **options):
 
 def try_all(workload, batch_size, num_devices):
     """Return the peaks of every gpu0_bsz, by the value."""
-    even = even_share(batch_size, num_devices)
+    splits = {split_batch(batch_size, num_devices, value) for value in range(batch_size + 1)}
     with (
         emulate_devices(num_devices, symbolic=True) as devices,
         StepMeter(workload, devices) as meter,
     ):
-        return {g: meter.measure(batch_size, g).peak_bytes for g in range(even + 1)}
+        return {split[0]: meter.measure(split).peak_bytes for split in splits}
 
 
 def value_of_auto(workload, batch_size, num_devices):
@@ -94,7 +94,7 @@ def test_what_trying_everything_finds(name, num_devices, batch_size):
         StepMeter(workload, devices) as meter,
     ):
         values = {0, even // 2, even, *range(max(0, near - 2), min(even, near + 3) + 1)}
-        assert all(meter.measure(more, value).out_of_memory for value in values)
+        assert all(meter.measure(split_batch(more, num_devices, v)).out_of_memory for v in values)
 
 
 @pytest.mark.parametrize("name", ["char_transformer", "mixture_of_experts"])
