@@ -177,11 +177,6 @@ class _Run:
                 tell(split)
         while (wanted := search.next()) is not None:
             tell(wanted)
-        if all(max(full) == math.inf for full in search.told.values()):
-            least = self.measured(min(search.told, key=sum), gather, spread)
-            raise InfeasiblePlanError(
-                f"not even a batch of {least.batch_size} ran: {least.out_of_memory}"
-            )
         for batch_size in (size, None) if len(set(budgets)) > 1 else ():
             for _ in range(MAX_SPLITS):
                 weights = fill_alike(search.told, batch_size)

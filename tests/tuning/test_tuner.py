@@ -162,13 +162,21 @@ def test_devices_that_are_given_are_measured_on():
     assert report.even.ran_out == 0 and "out of memory" in report.even.out_of_memory
     for batch_size, memory, message in (
         (360, capacity, "a batch of 360 does not fit: .* the largest batch that fits is "),
-        (4, "24MiB", "not even a batch of 1 ran: CUDA out of memory"),
+        (4, "24MiB", "with .*, CUDA out of memory.* not even a batch of 1 fits"),
     ):
         with (
             emulate_devices(3, symbolic=True, memory=memory) as devices,
             pytest.raises(InfeasiblePlanError, match=message),
         ):
             tuned(workload, batch_size, [capacity] * 3, devices=list(devices))
+
+
+def test_alternatives_may_fit_where_no_batch_runs():
+    """Tune ended as soon as no batch ran with the parameters on device 0."""
+    with emulate_devices(4, symbolic=True, memory="240MiB") as devices:
+        asked = {"devices": devices, "with_alternatives": True}
+        report = tuned(SMALL["mlp"](), 64, [240 * 2**20] * 4, **asked)
+    assert report.even.out_of_memory and report.best.spread
 
 
 def test_half_precision_is_measured():
