@@ -7,17 +7,16 @@ from typing import Any
 
 from balanced_dp import Option, Report
 from balanced_dp.split import even_share, split_batch
+from balanced_dp.tuning.options import arguments_of
 from balanced_dp.tuning.report import SCHEMA, Provenance
 
 
 def option(chunk_sizes: Sequence[int], peak_bytes: Sequence[int], **others: Any) -> Option:
     """Return the record of a step that ran; ``others`` are fields of it."""
-    is_even = chunk_sizes[0] >= even_share(sum(chunk_sizes), len(chunk_sizes))
     values = {
         "gather": True,
         "spread": False,
-        "gpu0_bsz": None if is_even else chunk_sizes[0],
-        "device_weights": None,
+        **arguments_of(tuple(chunk_sizes)),
         "chunk_sizes": tuple(chunk_sizes),
         "peak_bytes": tuple(peak_bytes),
         "uses": ({},) * len(chunk_sizes),
