@@ -148,7 +148,7 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
     if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
     if sum(map(bool, loop.last.peak_bytes)) < 2:
-        return "The script does not split its batches; add model = torch.nn.DataParallel(model)."
+        return "The script splits no batches; add model = torch.nn.DataParallel(model.cuda())."
     return (
         "The script runs as it is: it splits batches by a class of its own, by device_weights, or "
         "over devices that repeat. To search for the best split, use torch.nn.DataParallel(model)."

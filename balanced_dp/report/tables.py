@@ -70,7 +70,8 @@ def verdict(report: Report) -> str:
     if best is not even:
         sentences.append(f"With option 1 {_fullest(best, report)}.")
     if not report.has_capacity:
-        sentences.append("Add --memory, such as --memory 11GiB, to see what fits.")
+        where = " before the script" * report.is_script
+        sentences.append(f"Add --memory{where}, such as --memory 11GiB, to see what fits.")
     return " ".join(sentences)
 
 
@@ -140,11 +141,11 @@ def summary(report: Report) -> Iterator[str]:
         yield "BalancedCriterion wraps all from outputs to loss, reshapes included: docs/loss.md."
     if report.is_trainer:
         yield "A Trainer of your own becomes class Balanced(BalancedTrainer, MyTrainer)."
-    if report.is_script:
-        others = ["gather=False (the loss on each device)"] * report.best.gather
-        others += ["spread=True (parameters on all devices)"] * (not report.best.spread)
-        if others:
-            yield f"Not measured: {' and '.join(others)}. Change the script and run it again."
+    # A BalancedTrainer gathers what it needs, in training only the loss, and takes no gather.
+    others = ["gather=False (loss on each device)"] * (report.best.gather and not report.is_trainer)
+    others += ["spread=True (parameters on all devices)"] * (not report.best.spread)
+    if report.is_script and others:
+        yield f"Not measured: {' and '.join(others)}. Change the script and run it again."
 
 
 # What was measured.

@@ -42,7 +42,7 @@ if "fail" in sys.argv:
     raise KeyError("the key")
 if "memory" in sys.argv:
     print(torch.cuda.get_device_properties(1).total_memory)
-if "branch" in sys.argv and loss.item() < 1:
+if "branch" in sys.argv and (loss < 1 or loss.item() < 1):
     print("small")
 if "exit" in sys.argv or "parse" in sys.argv:
     sys.exit(5 if "exit" in sys.argv else 2)
@@ -82,7 +82,7 @@ def test_the_answer_for_a_script(script):
     for part in (
         "# train.py:11: model = nn.DataParallel(model)\n# option 1\nmodel = nn.DataParallel(model)",
         "# option 2\nfrom balanced_dp import BalancedDataParallel\nmodel = BalancedDataParallel(",
-        "Not measured: gather=False (the loss on each device) and spread=True",
+        "Not measured: gather=False (loss on each device) and spread=True",
         "What each device holds with nn.DataParallel(model)",
         "Measured values of gpu0_bsz, outputs gathered",
     ):
@@ -97,7 +97,7 @@ def test_the_report_is_written(script):
     assert report.workload == "train.py"
     assert report.batch_size == 64 and len(report.capacity_bytes) == 3
     assert report.goal == "headroom" and report.best is not report.even
-    assert not report.has_capacity and "Add --memory, such as" in done.stderr
+    assert not report.has_capacity and "Add --memory before the script, such" in done.stderr
     assert "fits:" not in done.stderr and "%" not in done.stderr
     assert CliRunner().invoke(app, ["report", "run.json"]).stdout in done.stderr
     assert "<svg" in Path("run.html").read_text("utf-8")
@@ -108,9 +108,9 @@ def test_the_report_is_written(script):
     [
         ("train.py 6 64 wrap exit", 5, "With option 1 device "),
         ("train.py 0 64 wrap", 0, "Nothing was measured: the script ran no forward pass"),
-        ("train.py 4 64", 0, "The script does not split its batches; add model = torch.nn.Da"),
+        ("train.py 4 64", 0, "The script splits no batches; add model = torch.nn.DataParallel(m"),
         ("train.py 4 64 one", 0, "for one device. Leave device_ids out: train.py:13"),
-        ("train.py 4 64 cpu", 0, "The script does not split its batches; add model = torch.n"),
+        ("train.py 4 64 cpu", 0, "splits no batches; add model = torch.nn.DataParallel(model.cuda"),
         ("--devices 1 train.py 4 64 wrap", 0, "On one device there are no splits to compare;"),
         ("--devices 1 train.py 4 64", 0, "On one device there are no splits to compare;"),
         ("train.py 1 64 wrap", 0, "Comparing splits takes two training steps with the same ba"),
