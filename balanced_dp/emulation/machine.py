@@ -65,7 +65,7 @@ class Machine:
         self.default_device: str | None = None
         """The device of new tensors for which none is given, as set by a default tensor type."""
         self.reads_unknown_as_nan = False
-        """Whether reading a value that was not computed gives NaN instead of an error."""
+        """Whether reading a value that was not computed gives NaN or False instead of an error."""
 
     def index_of(self, device: torch.device | str | int | None) -> int:
         """Return the index of ``device``; None and a device without index mean the current one.

@@ -103,8 +103,7 @@ class SymbolicOperator:
             written: list[torch.Tensor] = []
             _key([args[i] if i < len(args) else kwargs.get(name)], written)
             for tensor in filter(is_known, written):
-                doing = f"{self.func}, which writes to a {tensor.dtype} tensor,"
-                require_known(unknown, doing)
+                require_known(unknown, f"{self.func}, which writes to a {tensor.dtype} tensor,")
         if not self.func._schema.returns:
             return None  # it only writes values, as the steps of optimizers do
         # torch's meta functions take no generator.

@@ -95,8 +95,11 @@ class EmulatedTensor(torch.Tensor):
     def item(self) -> Any:
         """Return the value as a number."""
         if current_machine().reads_unknown_as_nan and not is_known(elem_of(self)):
-            return math.nan
+            return False if self.dtype is torch.bool else math.nan  # as a comparison with NaN
         return super().item()
+
+    def __bool__(self) -> bool:
+        return self.item() if self.dtype is torch.bool and self.numel() == 1 else super().__bool__()
 
     def __float__(self) -> float:
         return float(self.item())
