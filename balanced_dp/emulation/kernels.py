@@ -218,8 +218,9 @@ class _FusedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: EmulatedTensor, _: Any) -> Any:
         wrapped = Wrapped(aten.scaled_dot_product_attention.default)
-        grad, q, k, v, mask = map(wrapped.unwrap, (grad_output, *ctx.saved_tensors[:4]))
-        grads: Any = tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
+        inputs = ctx.saved_tensors[:4]  # read once: checkpoints refuse a second time
+        grad, q, k, v, mask = map(wrapped.unwrap, (grad_output, *inputs))
+        grads: Any = tuple(map(torch.empty_like, inputs[:3]))
         if is_known(q):
             with torch.enable_grad():
                 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))

@@ -34,8 +34,8 @@ def _checkpointed(use_reentrant: bool) -> nn.Module:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=use_reentrant)
 
-    layers = nn.Linear(6, 6), nn.Dropout(0.0), nn.GELU(), nn.Linear(6, 6)
-    return Lambda(forward, inner=nn.Sequential(*layers))
+    attention = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True)
+    return Lambda(forward, inner=nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), attention))
 
 
 def _gru() -> nn.Module:
@@ -44,8 +44,8 @@ def _gru() -> nn.Module:
 
 WITH_DROPOUT: dict[str, Case] = {
     **{name: CASES[name] for name in ("lstm", "transformer encoder with a padding mask")},
-    "checkpoint": Case(lambda: _checkpointed(False), tensors((6,))),
-    "reentrant checkpoint": Case(lambda: _checkpointed(True), tensors((6,))),
+    "checkpoint": Case(lambda: _checkpointed(False), tensors((5, 6))),
+    "reentrant checkpoint": Case(lambda: _checkpointed(True), tensors((5, 6))),
 }
 """Models with a dropout that drops nothing, unless ``train`` is told so."""
 
