@@ -172,14 +172,13 @@ PENALTIES: dict[str, Callable[[Net], Any]] = {
     "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
     "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
     "nothing": lambda n: 0.0 * sum(p.sum() for p in n.parameters()),
+    "as many weights as samples": lambda n: n.token_head.weight.abs().sum(),
 }
 """What is added to a mean."""
 
 UNKNOWN_PENALTIES: dict[str, Callable[[Net], Any]] = {
     "orthogonality": lambda n: (gram(n) - torch.eye(CLASSES).to(gram(n))).square().sum(),
-    "distance to weights that were": lambda n: (
-        (n.head.weight - n.head.weight.detach()).square().sum()
-    ),
+    "distance to old weights": lambda n: (n.head.weight - n.head.weight.detach()).square().sum(),
 }
 """Penalties that may depend on samples, as their graphs do not tell."""
 
@@ -206,6 +205,7 @@ EXACT: dict[str, Callable[..., Any]] = {
         f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
         for name, count in COUNTS.items()
     },
+    "weights alone": lambda n, x, o: (n.token_head.weight.abs().sum(), 2 * n.scale.exp()),
     # Means over entries.
     "mse": lambda n, x, o, real: F.mse_loss(o, real),
     "l1": lambda n, x, o, real: F.l1_loss(o, real),
@@ -360,7 +360,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "product": lambda n, x, o, real: F.mse_loss(o, real) * o.abs().mean(),
     "statistics": lambda n, x, o: o.mean(0).square().sum(),
     "sum and mean": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum") + o.mean(),
-    "sum and penalty": lambda n, x, o: o.square().sum() + n.head.weight.square().sum(),
+    "sum and penalty": lambda n, x, o: o.square().sum() + n.token_head.weight.abs().sum(),
     "means of columns with masks": lambda n, x, o, part: (
         (o.square() * (part > 0.4).double()).sum(0) / (part > 0.4).double().sum(0).clamp(min=1)
     ).mean(),

@@ -24,7 +24,7 @@ from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from ...free_threading import looking_at_nodes
@@ -39,6 +39,11 @@ _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]qu
 
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
 """Operators that compute entries along a dimension from each other, and keep its size."""
+
+_OF_WEIGHTS = re.compile(
+    rf"{_KEEPS.pattern}|Abs|Add|Clamp|Div|Exp|Log|(LinalgVector)?Norm|Mean|Mul|Neg|Pow|Sqrt|Sub"
+)
+"""Operators of penalties. None of them selects rows of a parameter, as samples might."""
 
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
@@ -57,7 +62,8 @@ class Term:
         is_scaled: whether a number or a tensor multiplies or divides it.
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
-        kind: ``"mean"``, ``"sum"``, or "" if it does not depend on samples.
+        kind: ``"mean"`` or ``"sum"``; ``"weights"`` if it is computed from parameters alone, or ""
+            if it seems so from the shapes.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: its node on each replica; empty for a cross entropy.
         own: its cross entropy on each replica; empty if it is another term.
@@ -101,18 +107,20 @@ def terms_of(
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
             if None in nodes or _are_of_no_sample(nodes):
-                found.append(term)
+                found.append(replace(term, kind=_kind_of_weights(nodes)))
             elif len({(node.name(), len(node.next_functions)) for node in nodes}) > 1:
                 raise UnclearError("the replicas computed it differently, as by a branch or loop")
             elif all(node in counted for node in nodes):
                 own = [counted[node] for node in nodes]
                 found.append(replace(term, kind=own[0].kind, own=own))
             elif (counts := _counts(edges, sizes, dim)) and (kind := _kind_of(nodes[0])):
+                # In chunks of one size, the rows of a weight may look like samples.
+                kind = (len(set(sizes)) == 1 and _kind_of_weights(nodes)) or kind
                 found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
             elif not counts and (inputs := _inputs(nodes, term, sizes, dim)):
                 stack += inputs
             elif _is_of_weights(edges, sizes, dim):
-                found.append(term)
+                found.append(replace(term, kind=_kind_of_weights(nodes)))
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
     return found
@@ -191,6 +199,20 @@ def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
             return False
         stack += [edges for edges in inputs if edges[0][0]]
     return True
+
+
+def _kind_of_weights(nodes: Iterable[Any]) -> str:
+    """Return ``"weights"`` if the graph shows nothing but parameters, whatever their shapes."""
+    stack, seen = list(nodes), set[Any]()
+    while stack:
+        node = stack.pop()
+        if node in seen or is_parameter(node):
+            continue
+        if not node or not _OF_WEIGHTS.fullmatch(operator_name(node)):
+            return ""
+        seen.add(node)
+        stack += [child for child, _ in node.next_functions]
+    return "weights"
 
 
 def _are_of_no_sample(nodes: Sequence[Any]) -> bool:
@@ -300,7 +322,9 @@ def dims_of(node: Any) -> Sequence[int]:
 
 def is_parameter(node: Any) -> bool:
     """Return whether a node stands for a parameter, or its copies on a device."""
-    return node.name().endswith("AccumulateGrad") or isinstance(node, Broadcast._backward_cls)
+    is_copy = isinstance(node, Broadcast._backward_cls)
+    # Inputs may be leaves, too.
+    return is_copy or isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
 def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: Sequence[int]) -> str:
