@@ -63,14 +63,14 @@ class Blueprint:
 
     def __init__(self, network: nn.Module) -> None:
         self.names, self.modules = map(list, zip(*network.named_modules(), strict=True))
+        for module in self.modules:
+            _check_replicable(module)
         parameters, buffers = self._members("_parameters"), self._members("_buffers")
         self.parameters: list[torch.Tensor] = _each_once(parameters)
         self.tensors: list[torch.Tensor] = _each_once(parameters + buffers)
         self.buffers = self.tensors[len(self.parameters) :]
         self.places = _places(parameters + buffers, self.tensors)
         self.children = _places(self._members("_modules"), self.modules)
-        for module in self.modules:
-            _check_replicable(module)
         own = [module.__dict__ for module in self.modules]
         places = enumerate([*own, *_registered(HOOKS, own)])
         items = [(i, *item) for i, dictionary in places for item in dictionary.items()]

@@ -371,9 +371,13 @@ def test_weights_that_forward_replaces(devices, name, gpu0_bsz):
 
 # Errors.
 
+TRACE = functools.partial(torch.jit.trace, example_inputs=torch.ones(1, 2))
+
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("change", [torch.jit.script, lambda m: m.compile(backend="eager") or m])
+@pytest.mark.parametrize(
+    "change", [torch.jit.script, TRACE, lambda m: m.compile(backend="eager") or m]
+)
 def test_what_cannot_be_replicated(change):
     module, message = change(nn.Linear(2, 2)), r"compiled in place .*; wrap torch.compile\(module\)"
     with pytest.raises(RuntimeError, match=message):
