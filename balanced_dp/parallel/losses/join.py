@@ -160,9 +160,10 @@ class Call:
         evaluate before it trains.
         """
         for own in zip(*self.counted, strict=False):
-            pairs = zip(outputs, own, strict=True)
-            factors = [float(output) / (float(one.value) or math.nan) for output, one in pairs]
-            if factors[0] and are_equal(factors, 1e-6):
+            pairs = [(float(o), float(one.value)) for o, one in zip(outputs, own, strict=True)]
+            # Both are 0 on a replica whose targets are all ignored.
+            factors = [output / (value or math.nan) for output, value in pairs if output or value]
+            if any(factors) and are_equal(factors, 1e-6):
                 return Term([factors[0]] * len(own), True, kind=own[0].kind, own=own)
         raise UnclearError("no call with gradients has shown how it is computed")
 
