@@ -133,6 +133,7 @@ class Replica:
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
+        self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
         self._blueprint = blueprint
         self.modules: list[Any] = [*map(_shallow_copy, blueprint.modules, blueprint.replicating)]
         self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
@@ -142,7 +143,6 @@ class Replica:
             self.attributes[index][kind][name] = None
         self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
         """For each tensor, the dictionary of its module, its name there, and its position."""
-        self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
         if blueprint.bound:
             self._bind()
         for index in blueprint.compiled:

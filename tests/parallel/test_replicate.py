@@ -376,9 +376,9 @@ TRACE = functools.partial(torch.jit.trace, example_inputs=torch.ones(1, 2))
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize(
-    "change", [torch.jit.script, TRACE, lambda m: m.compile(backend="eager") or m]
+    "change", [TRACE, lambda m: m.compile(backend="eager") or m, lambda m: nn.LazyLinear(2)]
 )
 def test_what_cannot_be_replicated(change):
-    module, message = change(nn.Linear(2, 2)), r"compiled in place .*; wrap torch.compile\(module\)"
+    module, message = change(nn.Linear(2, 2)), r"; wrap torch.compile\(module\)|uninitialized"
     with pytest.raises(RuntimeError, match=message):
         BalancedDataParallel(1, module, ["cpu"] * 2)(torch.ones(4, 2))
