@@ -71,8 +71,7 @@ def _factories(machine: Machine) -> _Patches:
         }
         for module in (torch, torch.fft)
     }
-    nested: Any = torch.nested
-    patches[nested] = {"nested_tensor": translating(nested.nested_tensor)}
+    patches[torch.nested] = {"nested_tensor": translating(torch.nested.nested_tensor)}
     patches[torch] |= {
         "get_default_device": lambda: to_named(get_default()),
         "set_default_tensor_type": cuda_tensors.set_default_tensor_type,
@@ -124,6 +123,8 @@ def _without_hardware(machine: Machine) -> _Patches:
         # Scripts compare it, and torchvision compares it with its own.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
+        # Its kernels hide their memory, and take the tokens besides padding as nested tensors.
+        torch.backends.mha: {"get_fastpath_enabled": lambda: False},
     }
 
 

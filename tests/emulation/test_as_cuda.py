@@ -142,6 +142,14 @@ def test_nested_tensors(devices):
     assert x.device == CUDA1 and (x * 2).values().sum().item() == 18
 
 
+@torch.no_grad()
+def test_an_encoder_with_padding_in_evaluation(devices):
+    """It made a nested tensor, and torch asked to file an issue."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 1).cuda()
+    padding = torch.tensor([[False, True]]).cuda()
+    assert encoder.eval()(torch.ones(1, 2, 4).cuda(), None, padding).shape == (1, 2, 4)
+
+
 def test_memory(devices):
     torch.ones(1000, device="cuda:1")
     peaks = Peaks([CUDA1])

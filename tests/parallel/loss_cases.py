@@ -207,9 +207,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "huber": lambda n, x, o, real: F.huber_loss(o, real, delta=0.5),
     "bce": lambda n, x, o, part: F.binary_cross_entropy(o.sigmoid(), part),
     "bce with logits": lambda n, x, o, part: F.binary_cross_entropy_with_logits(o, part),
-    "kl batchmean": lambda n, x, o, part: F.kl_div(
-        o.log_softmax(1), part.softmax(1), reduction="batchmean"
-    ),
+    "kl batchmean": lambda n, x, o, part: F.kl_div(o.log_softmax(1), part, reduction="batchmean"),
     "soft margin": lambda n, x, o, sign: F.soft_margin_loss(o, sign),
     "multi margin": lambda n, x, o, y: F.multi_margin_loss(o, y),
     "cosine similarity": lambda n, x, o, real: 1 - F.cosine_similarity(o, real).mean(),
@@ -322,9 +320,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         [rows(o).mean(), n.scale.abs(), torch.zeros(()).to(o)]
     ).sum(),
     "tensor subclass": lambda n, x, o: (o.as_subclass(Scaled) + 2.0).as_subclass(Tensor).sum(),
-    "small factor of a cross entropy by length": lambda n, x, o, y: (
-        0.1 * F.cross_entropy(o, y, reduction="sum") / len(y)
-    ),
+    "a tenth by length": lambda n, x, o, y: 0.1 * F.cross_entropy(o, y, reduction="sum") / len(y),
     "time first": lambda n, x, o: (
         n.tokens(x).transpose(0, 1).square().mean(0).sum()
         + torch.einsum("nc,n->c", o, x[:, 0]).square().mean()

@@ -421,9 +421,8 @@ def test_as_many_classes_as_samples():
 
 
 def test_functions_without_code_are_told_apart():
-    outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 4, gather=False)(
-        REAL.clone().requires_grad_()
-    )
+    model = BalancedDataParallel(1, nn.Identity(), FOUR, gather=False)
+    outputs = model(REAL.clone().requires_grad_())
     torch.testing.assert_close(outputs.map(torch.mean), REAL.mean())
     with torch.no_grad(), pytest.warns(BalanceWarning, match="no call with gradients"):
         outputs.map(torch.sum)
