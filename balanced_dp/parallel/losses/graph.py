@@ -106,9 +106,11 @@ def terms_of(
         while stack:
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
-            if None in nodes or _are_of_no_sample(nodes):
+            if not any(nodes):
+                continue  # a number, such as the 0 with which sum(losses) begins
+            if _are_of_no_sample(nodes):
                 found.append(replace(term, kind=_kind_of_weights(nodes)))
-            elif len({(node.name(), len(node.next_functions)) for node in nodes}) > 1:
+            elif len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
                 raise UnclearError("the replicas computed it differently, as by a branch or loop")
             elif all(node in counted for node in nodes):
                 own = [counted[node] for node in nodes]
@@ -208,7 +210,7 @@ def _kind_of_weights(nodes: Iterable[Any]) -> str:
         node = stack.pop()
         if node in seen or is_parameter(node):
             continue
-        if not node or not _OF_WEIGHTS.fullmatch(operator_name(node)):
+        if node is None or not _OF_WEIGHTS.fullmatch(operator_name(node)):
             return ""
         seen.add(node)
         stack += [child for child, _ in node.next_functions]
