@@ -41,7 +41,8 @@ _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|S
 """Operators that compute entries along a dimension from each other, and keep its size."""
 
 _OF_WEIGHTS = re.compile(
-    rf"{_KEEPS.pattern}|Abs|Add|Clamp|Div|Exp|Log|(LinalgVector)?Norm|Mean|Mul|Neg|Pow|Sqrt|Sub"
+    rf"{_KEEPS.pattern}|Abs|Add|Clamp|Div|Exp|Log|(Log)?Softmax|(LinalgVector)?Norm|Mean|Mul|Neg|Pow"
+    r"|Relu|Sigmoid|Softplus|Sqrt|Sub|Tanh"
 )
 """Operators of penalties. None of them selects rows of a parameter, as samples might."""
 
