@@ -23,7 +23,7 @@ class Gather:
     - Tensors are concatenated along the batch dimension if the shapes differ in it alone, or if its
       size is the same multiple of the chunk size everywhere. Otherwise they are concatenated along
       the only dimension that follows the chunk sizes, as in states of RNNs. If a sample has several
-      rows, or none, the rows are in the order of the devices, with a warning.
+      rows or none, or a replica has one, they are in the order of the devices, with a warning.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is restored.
     - 0-dim tensors, and those with one entry for several samples, are joined to one value, or
       stacked to a vector. Integers and bools that differ add up (of bools, to whether any is true),
@@ -136,8 +136,10 @@ class Gather:
         factors = [{n / size for n, size in zip(own, sizes, strict=False)} for own in lengths]
         following = [d for d, own in enumerate(factors) if len(own) < 2 and sum(own) % 1 == 0]
         exact = [d for d in following if lengths[d] == sizes]
-        # The one that differs, or else ``dim`` if it follows, or else the one that follows exactly.
-        axes = differing or ([dim] if dim in following else exact)
+        # The one that differs, or else ``dim`` if it follows, or else the one that follows exactly,
+        # or else ``dim`` if each replica has one row, such as that of its losses.
+        one_row = [dim] if set(*lengths[dim : dim + 1]) == {1} else []
+        axes = differing or ([dim] if dim in following else exact) or one_row
         if len(axes) != 1 or axes[0] not in (dim, *following):
             fact = f"has shapes {[*map(tuple, shapes)]} for chunks of {sizes}"
             remedy = "return rows or a 0-dim mean, pad to total_length=, compare samples outside"

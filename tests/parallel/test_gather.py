@@ -232,7 +232,8 @@ REMEDIES = [
     # In chunks of one size pairs have the shape of rows.
     (lambda m, x: x @ x.T, "compare samples outside", None, lambda m, x: x),
     (lambda m, x: x.mean(0), NO_ROWS, None, lambda m, x: x.mean()),
-    (lambda m, x: x.mean(0, keepdim=True), NO_ROWS, None, lambda m, x: x.mean()),
+    # One row of each replica was an error; LXMERT's losses are.
+    (lambda m, x: x.mean(0, keepdim=True)[:, :2], ROWS, ROWS, lambda m, x: x.mean()),
     (lambda m, x: x.amax(1)[:2], ROWS, NO_ROWS, lambda m, x: x.amax(1)),
     (lambda m, x: x.new_ones(5), NO_ROWS, NO_ROWS, lambda m, x: x),
     (lambda m, x: torch.cat([x, -x]), ROWS, ROWS, lambda m, x: torch.stack([x, -x], 1)),
