@@ -22,6 +22,9 @@ from ..search import LoopSearch
 from ..split import split_batch
 from .options import Option, arguments_of
 
+_MANY = 10
+"""After more steps of the first optimizer, one that has not stepped is no longer waited for."""
+
 
 class StepsDone(SystemExit):
     """Ends the script after the requested number of iterations, with exit code 0."""
@@ -31,8 +34,9 @@ class Loop(AutoSplit):
     """Measures the iterations of a training loop that is not changed for it.
 
     It is the policy of all models of the loop. An iteration lasts from a forward pass with
-    gradients to the next step of the optimizer that stepped first. The first iteration counts only
-    if it is the only one, because it has no optimizer state.
+    gradients to a step of the optimizer that stepped first, once all optimizers of the iteration
+    before have stepped: that of a GAN may have several steps of its discriminator. The first
+    iteration counts only if it is the only one, because it has no optimizer state.
 
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value. On
@@ -66,6 +70,10 @@ class Loop(AutoSplit):
         self.num_parameters = 0
         self.precision: str | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._steps: list[int] = []
+        """The optimizer of each step since the last iteration, by its identity."""
+        self._needed = set[int]()
+        """The optimizers of the last iteration."""
         self._begin_search()
 
     def __deepcopy__(self, memo: object) -> Loop:
@@ -152,13 +160,16 @@ class Loop(AutoSplit):
             self._peaks = Peaks(self.devices)  # also once the search is over
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the iteration that ends with the step of the first optimizer."""
+        """Record the iteration that ends with a step of the first optimizer."""
         if self._optimizer is None:
             self._optimizer = optimizer
             self.num_parameters = sum(p.numel() for p in self._parameters())
         self._note_failure()
-        if optimizer is not self._optimizer or self._peaks is None:
+        self._steps.append(id(optimizer))
+        is_whole = self._needed.issubset(self._steps) or self._steps.count(id(optimizer)) > _MANY
+        if optimizer is not self._optimizer or self._peaks is None or not is_whole:
             return
+        self._needed, self._steps = {*self._steps}, []
         measured, self._peaks = self._measured(self._peaks), None
         self.num_iterations += 1
         if self.num_iterations > 1 and self.is_splitting:

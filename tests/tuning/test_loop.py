@@ -144,20 +144,21 @@ def test_iterations_whose_data_ended(gpu0_bsz, devices):
     assert (len(mixed) > 2) == (gpu0_bsz == "auto")
 
 
-def test_two_models_and_optimizers_share_a_split(devices):
-    """As in a GAN. Iterations end with the steps of the optimizer that steps first."""
-    with split_loop(devices) as (loop, model):
-        other = BalancedDataParallel(3, make_model(devices[0]))
-        loop.adopt(other)
-        optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, other)]
-        for _ in range(10):
-            for each, optimizer in zip((model, other), optimizers, strict=True):
-                each(torch.ones(32, 64, device=devices[0])).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+@pytest.mark.parametrize("gpu0_bsz", ["auto", 5])
+def test_two_models_and_optimizers_share_a_split(gpu0_bsz, devices):
+    """As in a GAN whose first optimizer steps twice: splits were measured in different steps."""
+    wide = nn.Linear(64, 4096).to(devices[0])
+    with split_loop(devices, gpu0_bsz=gpu0_bsz) as (loop, model):
+        loop.adopt(other := BalancedDataParallel(3, wide))
+        one, two = [torch.optim.AdamW(each.parameters()) for each in (model, other)]
+        for each, optimizer in [(model, one), (model, one), (other, two)] * 10:
+            each(torch.ones(32, 64, device=devices[0])).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         other.close()
-    assert loop.num_iterations == 10 and len(loop.options) > 2
+    assert loop.num_iterations == 11 and len(loop.options) > (gpu0_bsz == "auto") + 1
     assert model.split(32) == other.split(32) == loop.split(32)
+    assert all(min(option.peak_bytes) > wide.weight.nbytes for option in loop.options)
 
 
 def test_capacities_follow_the_devices_of_the_model(devices):
