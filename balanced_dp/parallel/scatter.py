@@ -214,6 +214,12 @@ class Inputs:
             )
         elif batch in tensor.shape:
             remedy = "its samples are along another dimension, so transpose it"
+        elif first != path and batch and size > batch and size % batch == 0:
+            rows = f"{size // batch} rows of each sample"
+            remedy = (
+                f"if it has {rows}, pass it as (batch, {size // batch}, ...) and flatten it in "
+                f"forward; if not, broadcast=({path!r},) copies it to each device"
+            )
         else:
             remedy = (
                 f"if {path} does not have one entry per sample, broadcast=({path!r},) copies it to "

@@ -147,9 +147,8 @@ def test_iterations_whose_data_ended(gpu0_bsz, devices):
 @pytest.mark.parametrize("gpu0_bsz", ["auto", 5])
 def test_two_models_and_optimizers_share_a_split(gpu0_bsz, devices):
     """As in a GAN whose first optimizer steps twice: splits were measured in different steps."""
-    wide = nn.Linear(64, 4096).to(devices[0])
     with split_loop(devices, gpu0_bsz=gpu0_bsz) as (loop, model):
-        loop.adopt(other := BalancedDataParallel(3, wide))
+        loop.adopt(other := BalancedDataParallel(3, nn.Linear(64, 4096).to(devices[0])))
         one, two = [torch.optim.AdamW(each.parameters()) for each in (model, other)]
         for each, optimizer in [(model, one), (model, one), (other, two)] * 10:
             each(torch.ones(32, 64, device=devices[0])).square().mean().backward()
@@ -158,7 +157,7 @@ def test_two_models_and_optimizers_share_a_split(gpu0_bsz, devices):
         other.close()
     assert loop.num_iterations == 11 and len(loop.options) > (gpu0_bsz == "auto") + 1
     assert model.split(32) == other.split(32) == loop.split(32)
-    assert all(min(option.peak_bytes) > wide.weight.nbytes for option in loop.options)
+    assert all(min(option.peak_bytes) > other.module.weight.nbytes for option in loop.options)
 
 
 def test_capacities_follow_the_devices_of_the_model(devices):
