@@ -117,7 +117,7 @@ class Call:
         try:
             weights, means = self._plan(outputs, key)
         except UnclearError as error:
-            self.warn(name, str(error))
+            self.warn(name, str(error), f"It is averaged over samples. {_REMEDY}")
             return joined(outputs, sizes, device)
         self._check_counted(name, [term.own for term in means])
         parts = []
