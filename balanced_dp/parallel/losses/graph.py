@@ -41,10 +41,10 @@ _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|S
 """Operators that compute entries along a dimension from each other, and keep its size."""
 
 _OF_WEIGHTS = re.compile(
-    rf"{_KEEPS.pattern}|Abs|Add|Clamp|Div|Exp|Log|(Log)?Softmax|(LinalgVector)?Norm|Mean|Mul|Neg|Pow"
-    r"|Relu|Sigmoid|Softplus|Sqrt|Sub|Tanh"
+    rf"{_KEEPS.pattern}|Add|Sub|Rsub|Mul|Div|Neg|Abs|Pow|Sqrt|Exp|Log|Reciprocal|Clamp|Sigmoid|Tanh"
+    r"|Relu|Softplus|(Log)?Softmax|Mean|(LinalgVector)?Norm|Mm|T|Transpose|Permute|Select|Slice"
 )
-"""Operators of penalties. None of them selects rows of a parameter, as samples might."""
+"""Operators of penalties and learned factors. No tensor of samples is hidden in them."""
 
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
@@ -63,8 +63,7 @@ class Term:
         is_scaled: whether a number or a tensor multiplies or divides it.
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
-        kind: ``"mean"`` or ``"sum"``; ``"weights"`` if it is computed from parameters alone, or ""
-            if it seems so from the shapes.
+        kind: ``"mean"``, ``"sum"``, or "" if it is computed from parameters alone.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: its node on each replica; empty for a cross entropy.
         own: its cross entropy on each replica; empty if it is another term.
@@ -102,28 +101,28 @@ def terms_of(
         raise UnclearError("it has no graph")
     found = []
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
-    stack = [(start, Term([1.0] * len(losses)))]
+    stack, is_even = [(start, Term([1.0] * len(losses)))], len(set(sizes)) == 1
     with looking_at_nodes:
         while stack:
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
             if not any(nodes):
                 continue  # a number, such as the 0 with which sum(losses) begins
-            if _are_of_no_sample(nodes):
-                found.append(replace(term, kind=_kind_of_weights(nodes)))
+            if all(map(is_parameter, nodes)):
+                found.append(term)
             elif len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
                 raise UnclearError("the replicas computed it differently, as by a branch or loop")
             elif all(node in counted for node in nodes):
                 own = [counted[node] for node in nodes]
                 found.append(replace(term, kind=own[0].kind, own=own))
-            elif (counts := _counts(edges, sizes, dim)) and (kind := _kind_of(nodes[0])):
-                # In chunks of one size, the rows of a weight may look like samples.
-                kind = (len(set(sizes)) == 1 and _kind_of_weights(nodes)) or kind
-                found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
-            elif not counts and (inputs := _inputs(nodes, term, sizes, dim)):
+            elif not (counts := _counts(edges, sizes, dim)) and (
+                inputs := _inputs(nodes, term, is_even)
+            ):
                 stack += inputs
-            elif _is_of_weights(edges, sizes, dim):
-                found.append(replace(term, kind=_kind_of_weights(nodes)))
+            elif _is_of_weights(edges, is_even):
+                found.append(term)
+            elif counts and (kind := _kind_of(nodes[0])):
+                found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
     return found
@@ -183,44 +182,31 @@ def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: in
     return is_even and -len(shape) <= dim < len(shape) and shape[dim] % sizes[0] == 0
 
 
-def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
-    """Return whether a value is computed from parameters and numbers alone, as a penalty is."""
+def _is_of_weights(edges: Edges, is_even: bool) -> bool:
+    """Return whether a value is computed from parameters and numbers alone, as a penalty is.
+
+    So is one that the replicas share. In chunks of one size, weights and samples may have the same
+    shapes, so only some operators are known to use no samples.
+    """
     stack, seen = [edges], set[Any]()
     while stack:
         edges = stack.pop()
         nodes = [node for node, _ in edges]
-        if nodes[0] in seen or _are_of_no_sample(nodes):
+        first, shapes = nodes[0], [shape_of(*edge) for edge in edges]
+        is_shared = nodes.count(first) == len(nodes)
+        if first in seen or is_shared or all(map(is_parameter, nodes)):
             continue
-        seen.add(nodes[0])
+        seen.add(first)
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
+        name = operator_name(first)
+        is_known = _OF_WEIGHTS.fullmatch(name) if is_even else shapes.count(shapes[0]) == len(nodes)
         # Samples have no graph themselves, and a custom function hides what it uses.
-        is_scaled = operator_name(nodes[0]) in ("Mul", "Div") and _multipliers(nodes[0])
+        is_scaled = name in ("Mul", "Div") and _multipliers(first)
         has_others = not is_scaled and any(child is None for edges in inputs for child, _ in edges)
-        is_custom = any(isinstance(node, BackwardCFunction) for node in nodes)
-        shapes = [shape_of(*edge) for edge in edges]
-        if has_others or is_custom or _have_samples(shapes, sizes, dim):
+        if has_others or not is_known or isinstance(first, BackwardCFunction):
             return False
         stack += [edges for edges in inputs if edges[0][0]]
     return True
-
-
-def _kind_of_weights(nodes: Iterable[Any]) -> str:
-    """Return ``"weights"`` if the graph shows nothing but parameters, whatever their shapes."""
-    stack, seen = list(nodes), set[Any]()
-    while stack:
-        node = stack.pop()
-        if node in seen or is_parameter(node):
-            continue
-        if node is None or not _OF_WEIGHTS.fullmatch(operator_name(node)):
-            return ""
-        seen.add(node)
-        stack += [child for child, _ in node.next_functions]
-    return "weights"
-
-
-def _are_of_no_sample(nodes: Sequence[Any]) -> bool:
-    """Return whether nodes are parameters, or one that the replicas share."""
-    return nodes.count(nodes[0]) == len(nodes) or all(map(is_parameter, nodes))
 
 
 def _kind_of(node: Any) -> str:
@@ -231,9 +217,7 @@ def _kind_of(node: Any) -> str:
     return REDUCTIONS.get(kind, "")
 
 
-def _inputs(
-    nodes: Sequence[Any], term: Term, sizes: Sequence[int], dim: int
-) -> list[tuple[Edges, Term]]:
+def _inputs(nodes: Sequence[Any], term: Term, is_even: bool) -> list[tuple[Edges, Term]]:
     """Return the inputs of an operator, and the terms that they are; empty if it is not known."""
     name = operator_name(nodes[0])
     inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
@@ -248,7 +232,7 @@ def _inputs(
     is_product = name == "Mul" and len(inputs) == 2
     for scale, saved in ((1, "_saved_other"), (0, "_saved_self")) if is_product else ():
         child, number = inputs[scale][0]
-        if child and not shape_of(child, number) and _is_of_weights(inputs[scale], sizes, dim):
+        if child and not shape_of(child, number) and _is_of_weights(inputs[scale], is_even):
             scales = *term.scales, [getattr(node, saved) for node in nodes]
             return [(inputs[1 - scale], replace(term, scales=scales))]
     return []
