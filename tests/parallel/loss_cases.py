@@ -218,12 +218,12 @@ EXACT: dict[str, Callable[..., Any]] = {
     "two largest classes": lambda n, x, o: o.topk(2).values.square().mean(),
     "entries in order": lambda n, x, o: o.sort(1).values[:, 0].mean() + o.median(1).values.mean(),
     # Sums.
-    "sum": lambda n, x, o, real: sum([F.mse_loss(o, real, reduction="sum"), o.sum()]),
+    "sum": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum"),
     "variational": lambda n, x, o, part: (
         F.binary_cross_entropy(o.sigmoid(), part, reduction="sum")
         - 0.5 * torch.sum(1 + o - o.square() - o.exp())
     ),
-    "sum by length": lambda n, x, o, real: (0 + (o - real).square().sum()) / len(x),
+    "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
     "sum by size": lambda n, x, o, real: (o - real).square().sum() / o.numel(),
     "sum times 1 / length": lambda n, x, o, real: (o - real).square().sum() * (1 / x.size(0)),
     "sum by a number": lambda n, x, o, ignored, num_items: (
@@ -371,11 +371,11 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
             o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
         )
     ),
+    "sum plus a number": lambda n, x, o: o.square().sum() + 1,
 }
 """What is computed from samples in other ways, and warned of, also where it is exact."""
 
 UNSEEN: dict[str, Callable[..., Any]] = {
-    "sum plus a number": lambda n, x, o: o.square().sum() + 1,
     "samples above their median": lambda n, x, o: rows(o)[rows(o) >= rows(o).median()].mean(),
     "the hardest samples": (lambda n, x, o: rows(o).topk(len(o) - len(o) // 3)[0].mean()),
     "largest of each class": (lambda n, x, o: (o / o.abs().max(0).values.detach()).square().mean()),

@@ -63,7 +63,8 @@ class Term:
         is_scaled: whether a number or a tensor multiplies or divides it.
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
-        kind: ``"mean"``, ``"sum"``, or "" if it is computed from parameters alone.
+        kind: ``"mean"``, ``"sum"``, ``"number"`` if it has no graph, or ``"weights"`` if it is
+            computed from parameters alone.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: its node on each replica; empty for a cross entropy.
         own: its cross entropy on each replica; empty if it is another term.
@@ -73,7 +74,7 @@ class Term:
     is_scaled: bool = False
     scales: Sequence[Sequence[Tensor]] = ()
     divisors: Sequence[Tensor] = ()
-    kind: str = ""
+    kind: str = "weights"
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     own: Sequence[Counted] = ()
@@ -107,8 +108,8 @@ def terms_of(
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
             if not any(nodes):
-                continue  # a number, such as the 0 with which sum(losses) begins
-            if all(map(is_parameter, nodes)):
+                found.append(replace(term, kind="number"))
+            elif all(map(is_parameter, nodes)):
                 found.append(term)
             elif len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
                 raise UnclearError("the replicas computed it differently, as by a branch or loop")

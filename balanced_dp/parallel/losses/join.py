@@ -175,23 +175,24 @@ class Call:
         """
         sizes = self.chunk_sizes
         means, found = [], set[Weights]()
+        # Some are multiplied by 0, as parameters that must have a gradient.
+        terms = [term for term in terms if any(term.factors)]
         for i, term in enumerate(terms):
-            if not any(term.factors):
-                continue  # as of parameters that must have a gradient
-            is_divided = not term.kind and self._are_divided(term, sizes)
+            is_divided = term.kind in ("number", "weights") and self._are_divided(term, sizes)
             if term.kind == "sum":
                 found.add(self._weights_of_sum(term, (key, len(terms), i, self._form)))
             elif term.divisors or not are_equal(term.factors) or is_divided:
                 raise UnclearError("the replicas multiply a term by different numbers")
             elif term.own:
                 means.append(term)
-            elif term.kind:
+            elif term.kind == "mean":
                 found.add(self._weights_of_mean(term.counts))
         if len(found) > 1:
             raise UnclearError("its means and sums have different weights")
-        if not terms:
+        kinds = {term.kind for term in terms}
+        if not (found or means) and kinds != {"weights"}:
             raise UnclearError("no mean or sum over samples was found in it")
-        if None in found and not all(term.kind for term in terms):
+        if None in found and not kinds <= {"mean", "sum"}:
             raise UnclearError("a term independent of samples is added to a sum")
         return (found.pop() if found else sizes), means
 
