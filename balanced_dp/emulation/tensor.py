@@ -71,9 +71,8 @@ class EmulatedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        for kind in types:
-            if not issubclass(kind, EmulatedTensor):
-                return NotImplemented  # a nested tensor, for instance, handles it
+        if not all(issubclass(kind, EmulatedTensor) for kind in types):
+            return NotImplemented  # a nested tensor, for instance, handles it
         return _handler(func)(*args, **(kwargs or {}))
 
     def as_subclass(self, cls: type[torch.Tensor]) -> Any:
@@ -209,9 +208,8 @@ operator = functools.cache(Operator)
 @functools.cache
 def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return the object that runs an operator on emulated tensors."""
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-    )
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
     # In inference mode autograd, which decomposes operators, is left out.
     return HANDLERS.get(func) or (func.decompose if is_composite else operator(func))
 

@@ -174,8 +174,7 @@ def test_devices_that_are_given_are_measured_on():
 def test_alternatives_may_fit_where_no_batch_runs():
     """Tune ended as soon as no batch ran with the parameters on device 0."""
     with emulate_devices(4, symbolic=True, memory="240MiB") as devices:
-        asked = {"devices": devices, "with_alternatives": True}
-        report = tuned(SMALL["mlp"](), 64, [240 * 2**20] * 4, **asked)
+        report = tuned(SMALL["mlp"](), 64, [240 << 20] * 4, devices=devices, with_alternatives=True)
     assert report.even.out_of_memory and report.best.spread
 
 

@@ -1,8 +1,8 @@
 """Count the targets of cross entropies where torch computes them.
 
-The graph does not show how many targets a cross entropy ignores, or their weights. So while
-replicas run, two functions of torch are replaced by ones that also count. They return torch's own
-tensors.
+While replicas run, two functions of torch are replaced by ones that also count. They return torch's
+own tensors. Autograd saves the count, too (``_saved_total_weight``), but not without gradients or
+with smoothed labels.
 """
 
 from __future__ import annotations
