@@ -109,7 +109,7 @@ def tensor_methods() -> dict[str, Any]:
 
 
 EMULATED_TENSOR_METHODS = {
-    "__module__": "torch",  # tensorboardX and wandb know tensors by the name of their class
+    "__module__": "torch",  # tensorboardX knows tensors by the name of their class
     "device": property(lambda self: to_named(_device_of_tensor.__get__(self))),
     "is_cuda": property(lambda self: True),
     "record_stream": lambda self, stream: None,

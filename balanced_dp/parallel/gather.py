@@ -138,7 +138,7 @@ class Gather:
         exact = [d for d in following if lengths[d] == sizes]
         # The one that differs, or else ``dim`` if it follows, or else the one that follows exactly,
         # or else ``dim`` if each replica has one row, such as that of its losses.
-        one_row = [dim] if set(*lengths[dim : dim + 1]) == {1} else []
+        one_row = [dim] if lengths[dim:] and set(lengths[dim]) == {1} else []
         axes = differing or ([dim] if dim in following else exact) or one_row
         if len(axes) != 1 or axes[0] not in (dim, *following):
             fact = f"has shapes {[*map(tuple, shapes)]} for chunks of {sizes}"

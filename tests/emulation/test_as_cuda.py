@@ -72,7 +72,7 @@ def test_default_devices(devices):
 def test_types_by_their_old_names(devices):
     made = torch.cuda.FloatTensor(2, 3)
     assert (made.device, made.dtype, made.shape) == (CUDA0, torch.float32, (2, 3))
-    # tensorboardX and wandb refused a tensor of another class.
+    # tensorboardX refused a tensor of another class.
     assert made.type() == "torch.cuda.FloatTensor" and str(type(made)).startswith("<class 'torch.")
     is_float = [isinstance(x, torch.cuda.FloatTensor) for x in (made, made.half(), made.cpu())]
     assert is_float == [True, False, False]
