@@ -171,10 +171,9 @@ class AutoSplit:
         Args:
             has_failed: whether memory is known to have run out.
         """
-        is_training = self._peaks is not None and torch.is_grad_enabled()
-        if not is_training and not has_failed:
-            return False
-        before, self._num_ooms = self._num_ooms, num_ooms(self.devices)
+        before, is_training = self._num_ooms, self._peaks is not None and torch.is_grad_enabled()
+        if is_training or has_failed:
+            self._num_ooms = num_ooms(self.devices)
         has_failed |= self._num_ooms != before
         if not is_training or not has_failed or not self._batch[0]:
             return False

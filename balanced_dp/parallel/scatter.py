@@ -207,6 +207,9 @@ class Inputs:
             source = f" by its first tensor, {first}"
             also = f", and if {first} does not, use broadcast=({first!r},)"
             also += ", or transpose it" if size in other.shape else ""
+            if size > batch > 0 and size % batch == 0:
+                shape = f"(batch, {size // batch}, ...)"
+                also += f"; pass several rows of a sample as {shape} and flatten them in forward"
         if any(_is_below(one, lists) for one in (path, first)):
             remedy = (
                 f"if each entry of {' and '.join(lists)} is a sample, split={lists!r} splits them, "
@@ -214,12 +217,6 @@ class Inputs:
             )
         elif batch in tensor.shape:
             remedy = "its samples are along another dimension, so transpose it"
-        elif first != path and batch and size > batch and size % batch == 0:
-            rows = f"{size // batch} rows of each sample"
-            remedy = (
-                f"if it has {rows}, pass it as (batch, {size // batch}, ...) and flatten it in "
-                f"forward; if not, broadcast=({path!r},) copies it to each device"
-            )
         else:
             remedy = (
                 f"if {path} does not have one entry per sample, broadcast=({path!r},) copies it to "
