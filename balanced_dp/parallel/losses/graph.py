@@ -194,7 +194,7 @@ def _is_of_weights(edges: Edges, is_even: bool) -> bool:
         edges = stack.pop()
         nodes = [node for node, _ in edges]
         first, shapes = nodes[0], [shape_of(*edge) for edge in edges]
-        is_shared = nodes.count(first) == len(nodes)
+        is_shared = all(edge == edges[0] for edge in edges)  # and no chunk of a tensor
         if first in seen or is_shared or all(map(is_parameter, nodes)):
             continue
         seen.add(first)
