@@ -63,8 +63,8 @@ class Term:
         is_scaled: whether a number or a tensor multiplies or divides it.
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
-        kind: ``"mean"``, ``"sum"``, ``"number"`` if it has no graph, or ``"weights"`` if it is
-            computed from parameters alone.
+        kind: ``"mean"``, ``"sum"``, ``"weights"`` if it is computed from parameters alone, or
+            ``"constant"`` if it seems so from the shapes, or is a number without a graph.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: its node on each replica; empty for a cross entropy.
         own: its cross entropy on each replica; empty if it is another term.
@@ -108,7 +108,7 @@ def terms_of(
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
             if not any(nodes):
-                found.append(replace(term, kind="number"))
+                found.append(replace(term, kind="constant"))
             elif all(map(is_parameter, nodes)):
                 found.append(term)
             elif len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
@@ -121,7 +121,8 @@ def terms_of(
             ):
                 stack += inputs
             elif _is_of_weights(edges, is_even):
-                found.append(term)
+                is_certain = _is_of_weights(edges, by_operators=True)
+                found.append(term if is_certain else replace(term, kind="constant"))
             elif counts and (kind := _kind_of(nodes[0])):
                 found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
             else:
@@ -183,11 +184,11 @@ def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: in
     return is_even and -len(shape) <= dim < len(shape) and shape[dim] % sizes[0] == 0
 
 
-def _is_of_weights(edges: Edges, is_even: bool) -> bool:
+def _is_of_weights(edges: Edges, by_operators: bool) -> bool:
     """Return whether a value is computed from parameters and numbers alone, as a penalty is.
 
-    So is one that the replicas share. In chunks of one size, weights and samples may have the same
-    shapes, so only some operators are known to use no samples.
+    So is one that the replicas share. In chunks of different size, the shapes mostly tell that an
+    operator uses no samples. Some operators never do, ``by_operators``.
     """
     stack, seen = [edges], set[Any]()
     while stack:
@@ -200,7 +201,8 @@ def _is_of_weights(edges: Edges, is_even: bool) -> bool:
         seen.add(first)
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
         name = operator_name(first)
-        is_known = _OF_WEIGHTS.fullmatch(name) if is_even else shapes.count(shapes[0]) == len(nodes)
+        is_alike = shapes.count(shapes[0]) == len(shapes)
+        is_known = _OF_WEIGHTS.fullmatch(name) if by_operators else is_alike
         # Samples have no graph themselves, and a custom function hides what it uses.
         is_scaled = name in ("Mul", "Div") and _multipliers(first)
         has_others = not is_scaled and any(child is None for edges in inputs for child, _ in edges)

@@ -178,7 +178,7 @@ class Call:
         # Some are multiplied by 0, as parameters that must have a gradient.
         terms = [term for term in terms if any(term.factors)]
         for i, term in enumerate(terms):
-            is_divided = term.kind in ("number", "weights") and self._are_divided(term, sizes)
+            is_divided = term.kind in ("constant", "weights") and self._are_divided(term, sizes)
             if term.kind == "sum":
                 found.add(self._weights_of_sum(term, (key, len(terms), i, self._form)))
             elif term.divisors or not are_equal(term.factors) or is_divided:
