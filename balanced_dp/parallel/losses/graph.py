@@ -187,8 +187,13 @@ def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: in
 def _is_of_weights(edges: Edges, by_operators: bool) -> bool:
     """Return whether a value is computed from parameters and numbers alone, as a penalty is.
 
-    So is one that the replicas share. In chunks of different size, the shapes mostly tell that an
-    operator uses no samples. Some operators never do, ``by_operators``.
+    So is one that the replicas share.
+
+    Args:
+        edges: the value on each replica.
+        by_operators: whether to accept only operators that never use samples. If False, any
+            operator is accepted whose output has the same shape on all replicas. This is mostly
+            right for chunks of different size, and means nothing for chunks of one size.
     """
     stack, seen = [edges], set[Any]()
     while stack:
