@@ -172,16 +172,8 @@ def training_devices(
     if as_integer("num_devices", num_devices, minimum=1) <= len(found):
         yield found[:num_devices]
         return
-    # Each replica has a thread: more threads in each operator would only compete with it.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with emulate_devices(
-            num_devices, memory=memory, symbolic=symbolic, as_cuda=as_cuda
-        ) as devices:
-            yield devices
-    finally:
-        torch.set_num_threads(num_threads)
+    with emulate_devices(num_devices, memory=memory, symbolic=symbolic, as_cuda=as_cuda) as devices:
+        yield devices
 
 
 CUDA_LIKE = {"cuda"}

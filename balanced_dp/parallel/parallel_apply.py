@@ -82,7 +82,13 @@ def parallel_apply(
             return place
         return f"{place}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
 
+    # Emulated devices share the cores. With more threads than cores, those of OpenMP would sleep
+    # between operators, later in backward as well.
+    num_threads = torch.get_num_threads()
+
     def work(device: torch.device) -> None:
+        if has_own_threads:
+            torch.set_num_threads(max(1, num_threads // len(others)))
         for index in [i for i, own in enumerate(devices) if own == device]:
             args, kwargs = arguments[index]
             try:
@@ -112,6 +118,8 @@ def parallel_apply(
             raise errors[index]
         return [results[index] for index in range(len(functions))]
     finally:
+        if has_own_threads:
+            torch.set_num_threads(num_threads)  # of threads that start later
         workers.watch.cancel()
         # The traceback of an error holds this frame and that of the replica, so that memory would
         # wait for the garbage collector.

@@ -80,6 +80,17 @@ def state():
     }
 
 
+def test_emulated_devices_share_the_cores(emulated):
+    """Their threads of OpenMP outnumbered the cores, so that backward took 1.4 times as long."""
+    torch.set_num_threads(8)
+    try:
+        assert run([torch.get_num_threads] * 4, emulated[:4]) == [2] * 4
+        assert run([torch.get_num_threads] * 2, emulated[:1] * 2) == [8] * 2
+        assert torch.get_num_threads() == 8
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("num_calls", [1, 3])
 @pytest.mark.parametrize(
     "context",
