@@ -63,7 +63,6 @@ GIVEN: dict[str, Any] = {
     "tokens": TOKENS,
     "real": REAL,
     "part": PART,
-    "sign": torch.where(PART > 0.5, 1.0, -1.0).double(),
     "weight": WEIGHT,
     "mask": MASK,
     "holes": HOLES,  # nothing of a chunk counts
@@ -202,14 +201,10 @@ EXACT: dict[str, Callable[..., Any]] = {
     "weights alone": lambda n, x, o: (n.token_head.weight.abs().sum(), 2 * n.scale.exp()),
     # Means over entries.
     "mse": lambda n, x, o, real: F.mse_loss(o, real),
-    "l1": lambda n, x, o, real: F.l1_loss(o, real),
-    "smooth l1": lambda n, x, o, real: F.smooth_l1_loss(o, real),
     "huber": lambda n, x, o, real: F.huber_loss(o, real, delta=0.5),
     "bce": lambda n, x, o, part: F.binary_cross_entropy(o.sigmoid(), part),
     "bce with logits": lambda n, x, o, part: F.binary_cross_entropy_with_logits(o, part),
     "kl batchmean": lambda n, x, o, part: F.kl_div(o.log_softmax(1), part, reduction="batchmean"),
-    "soft margin": lambda n, x, o, sign: F.soft_margin_loss(o, sign),
-    "multi margin": lambda n, x, o, y: F.multi_margin_loss(o, y),
     "cosine similarity": lambda n, x, o, real: 1 - F.cosine_similarity(o, real).mean(),
     "mean of sums": lambda n, x, o: o.square().sum(1).mean(),
     "sum of means": lambda n, x, o: o.square().mean(0).sum(),
