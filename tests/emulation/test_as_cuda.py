@@ -249,6 +249,7 @@ def test_distributed_data_parallel(devices):
         model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).cuda(), device_ids=[0])
         model(torch.ones(4, 3, device="cuda")).sum().backward()
         assert model.module.weight.grad.tolist() == [[4.0] * 3] * 2
+        del model  # else it ends the group, with Python's lock, for which gloo's thread may wait
     finally:
         torch.distributed.destroy_process_group()
 
