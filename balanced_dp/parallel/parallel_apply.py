@@ -82,8 +82,8 @@ def parallel_apply(
             return place
         return f"{place}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
 
-    # Emulated devices share the cores. With more threads than cores, those of OpenMP would sleep
-    # between operators, later in backward as well.
+    # Emulated devices share the cores. If all pools of OpenMP together have more threads than there
+    # are cores, the threads sleep between operators, and waking them takes time, in backward, too.
     num_threads = torch.get_num_threads()
 
     def work(device: torch.device) -> None:
@@ -119,7 +119,7 @@ def parallel_apply(
         return [results[index] for index in range(len(functions))]
     finally:
         if has_own_threads:
-            torch.set_num_threads(num_threads)  # of threads that start later
+            torch.set_num_threads(num_threads)  # also the default of new threads
         workers.watch.cancel()
         # The traceback of an error holds this frame and that of the replica, so that memory would
         # wait for the garbage collector.

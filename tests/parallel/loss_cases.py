@@ -70,7 +70,7 @@ GIVEN: dict[str, Any] = {
     "num_items": 8,
     "flag": torch.tensor(0),
     "off": False,
-    "num_items_tensor": torch.tensor(8),
+    "items_tensor": torch.tensor(8),
 }
 """What losses are given, by the names of their parameters."""
 
@@ -103,6 +103,10 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum()
 
 
+def summed(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output, labels, reduction="sum")
+
+
 def cross_entropy_of_tokens(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net.tokens(x).flatten(0, 1), y.flatten())
 
@@ -110,8 +114,7 @@ def cross_entropy_of_tokens(net: Net, x: Tensor, y: Tensor) -> Tensor:
 def updated(net: Net, x: Tensor, o: Tensor, real: Tensor) -> Tensor:
     losses = [F.mse_loss(o, real), F.l1_loss(o, real)]
     vector = torch.zeros(2).to(o)
-    vector[0] = losses[0]
-    vector[1] = losses[1]
+    vector[0], vector[1] = losses
     vector *= 2
     return vector.sum() + losses[0].clamp_(max=10)
 
@@ -200,8 +203,11 @@ EXACT: dict[str, Callable[..., Any]] = {
     },
     "weights alone": lambda n, x, o: (n.token_head.weight.abs().sum(), 2 * n.scale.exp()),
     # Means over entries.
-    "mse": lambda n, x, o, real: F.mse_loss(o, real),
-    "huber": lambda n, x, o, real: F.huber_loss(o, real, delta=0.5),
+    **{
+        name: lambda n, x, o, real, name=name: getattr(F, f"{name}_loss")(o, real)
+        for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin", "poisson_nll")
+    },
+    "multi margin": lambda n, x, o, y: F.multi_margin_loss(o, y),
     "bce": lambda n, x, o, part: F.binary_cross_entropy(o.sigmoid(), part),
     "bce with logits": lambda n, x, o, part: F.binary_cross_entropy_with_logits(o, part),
     "kl batchmean": lambda n, x, o, part: F.kl_div(o.log_softmax(1), part, reduction="batchmean"),
@@ -210,6 +216,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "sum of means": lambda n, x, o: o.square().mean(0).sum(),
     "stacked": lambda n, x, o, real: torch.stack([F.mse_loss(o, real), F.l1_loss(o, real)]).mean(),
     "sorted by length": lambda n, x, o, growing: rows(o[growing.sort(descending=True)[1]]).mean(),
+    "two largest classes": lambda n, x, o: o.topk(2).values.square().mean(),
     "entries in order": lambda n, x, o: o.sort(1).values[:, 0].mean() + o.median(1).values.mean(),
     # Sums.
     "sum": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum"),
@@ -220,12 +227,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
     "sum by size": lambda n, x, o, real: (o - real).square().sum() / o.numel(),
     "sum times 1 / length": lambda n, x, o, real: (o - real).square().sum() * (1 / x.size(0)),
-    "sum by a number": lambda n, x, o, ignored, num_items: (
-        F.cross_entropy(o, ignored, reduction="sum") / num_items
-    ),
-    "sum by a tensor": lambda n, x, o, ignored, num_items_tensor: (
-        F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor
-    ),
+    "sum by a number": lambda n, x, o, ignored, num_items: summed(o, ignored) / num_items,
+    "sum by a tensor": lambda n, x, o, ignored, items_tensor: summed(o, ignored) / items_tensor,
     # Means over what counts.
     "cross entropy": lambda n, x, o, y: F.cross_entropy(o, y),
     "ignored": lambda n, x, o, ignored: F.cross_entropy(o, ignored),
@@ -261,7 +264,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "selected": lambda n, x, o, real, holes: F.mse_loss(o[holes > 0], real[holes > 0]),
     "mean of selected": lambda n, x, o, mask: rows(o)[mask > 0].mean(),
     "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
-        F.cross_entropy(o, ignored_chunk, reduction="sum") / (ignored_chunk != -100).sum()
+        summed(o, ignored_chunk) / (ignored_chunk != -100).sum()
     ),
     "sum by the inverse of a count": (
         lambda n, x, o, mask: (rows(o) * mask).sum() * (1 / max(1, int(mask.sum())))
@@ -312,7 +315,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         [rows(o).mean(), n.scale.abs(), torch.zeros(()).to(o)]
     ).sum(),
     "tensor subclass": lambda n, x, o: (o.as_subclass(Scaled) + 2.0).as_subclass(Tensor).sum(),
-    "a tenth by length": lambda n, x, o, y: 0.1 * F.cross_entropy(o, y, reduction="sum") / len(y),
+    "a tenth by length": lambda n, x, o, y: 0.1 * summed(o, y) / len(y),
     "time first": lambda n, x, o: (
         n.tokens(x).transpose(0, 1).square().mean(0).sum()
         + torch.einsum("nc,n->c", o, x[:, 0]).square().mean()
