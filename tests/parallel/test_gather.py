@@ -202,6 +202,14 @@ def test_detections_are_joined_by_image_or_warned_of(batch_size, num_boxes):
     assert len(found) == batch_size or "as long as each chunk" in str(told[0].message)
 
 
+@pytest.mark.filterwarnings("ignore:.*rows for chunks")
+@pytest.mark.parametrize("items", [lambda x: [(x.mean(),), None], lambda x: ([x], [x, x])])
+def test_unlike_items_are_no_entries_of_samples(items):
+    """As many as samples in each chunk: the losses and None of pix2pixHD; two lists, as in CUT."""
+    model = split(lambda _, x: items(x.repeat(4, 1)), None, scalar_outputs="mean")
+    assert len(model(torch.ones(8, 2))) == 2
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("gather", [True, False])
 def test_a_loss_may_have_dimensions(shape, gather):
