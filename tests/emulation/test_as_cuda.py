@@ -118,6 +118,8 @@ def test_subclasses(moves_first, devices):
     (x * 3).as_subclass(torch.Tensor).sum().backward()
     assert x.grad.tolist() == [3, 3]
     assert type(x.cpu()) is Named
+    emulated = type(torch.ones(2).cuda())  # fastai calls this with the class of the source
+    assert not isinstance(x.cpu().as_subclass(emulated), emulated)
 
 
 class Copied(torch.Tensor):
