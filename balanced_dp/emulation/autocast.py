@@ -103,9 +103,7 @@ def register_casts() -> list[torch.library.Library]:
     return [library, others]
 
 
-def _call(
-    operator: torch._ops.OpOverload, cast: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _call(operator: Any, cast: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(AUTOCAST_KEY)):
         args, kwargs = cast(operator, args, kwargs)
         return operator(*args, **kwargs)
@@ -135,11 +133,8 @@ def _to_widest(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_eligible(tensor: Any) -> bool:
-    return (
-        isinstance(tensor, EmulatedTensor)
-        and tensor.is_floating_point()
-        and tensor.dtype != torch.float64
-    )
+    is_floating = isinstance(tensor, EmulatedTensor) and tensor.is_floating_point()
+    return is_floating and tensor.dtype != torch.float64
 
 
 def _cast(tensor: EmulatedTensor, dtype: torch.dtype) -> torch.Tensor:

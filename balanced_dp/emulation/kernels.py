@@ -1,4 +1,4 @@
-"""The kernels of the emulated backend: factories, sums of gradients, dropout and attention.
+"""The kernels of the emulated backend: factories, gradients, dropout, attention, recurrent layers.
 
 They are registered with torch's dispatcher when the first ``emulate_devices`` context is entered.
 """
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .copies import copy_, to_copy
 from .ledger import Label
@@ -41,15 +42,20 @@ def register_kernels() -> torch.library.Library:
         library.impl(f"kaiser_window{overload}", partial(_make, torch.kaiser_window), "Lazy")
     for triangle in (torch.tril_indices, torch.triu_indices):
         library.impl(triangle.__name__, partial(_make, triangle, dtype=torch.int64), "Lazy")
-    library.impl("scaled_dot_product_attention", _attention, "AutogradLazy")
-    library.impl("ctc_loss.Tensor", _ctc_loss, "AutogradLazy")
+    kernels: dict[Any, Callable[..., Any]] = {
+        aten.scaled_dot_product_attention.default: _attention,
+        aten.ctc_loss.Tensor: _ctc_loss,
+    }
+    for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
+        kernels[packet.input] = partial(_recurrent, packet.input)
+    for func, kernel in kernels.items():
+        library.impl(func, kernel, "AutogradLazy")
     HANDLERS.update(
-        {
+        kernels
+        | {
             aten._to_copy.default: to_copy,
             aten.copy_.default: copy_,
             aten.add.Tensor: _add,
-            aten.scaled_dot_product_attention.default: _attention,
-            aten.ctc_loss.Tensor: _ctc_loss,
             # Wrappers have no bit for a conjugation or a sign that is still to be computed.
             aten._conj.default: operator(aten.conj_physical.default),
             aten._neg_view.default: operator(aten.neg.default),
@@ -121,9 +127,7 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     return wrapped.wrap(((elem * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask))
 
 
-def _pack_padded_sequence(
-    input: EmulatedTensor, lengths: Tensor, batch_first: bool
-) -> tuple[Tensor, Tensor]:
+def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
     """Pack a sequence; lengths and batch sizes are on the CPU, as with CUDA."""
     func = aten._pack_padded_sequence.default
     wrapped = Wrapped(func)
@@ -131,18 +135,10 @@ def _pack_padded_sequence(
     return wrapped.wrap(data), batch_sizes
 
 
-def _ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int = 0,
-    reduction: int = 1,
-    zero_infinity: bool = False,
-) -> Tensor:
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
     """Compute the CTC loss with lengths read on the host, which torch omits for subclasses."""
-    lengths = input_lengths.tolist(), target_lengths.tolist()
-    return torch.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+    options = given[2:] + (0, 1, False)[len(given) - 2 :]  # torch leaves out those at the end
+    return torch.ctc_loss(log_probs, targets, *(length.tolist() for length in given[:2]), *options)
 
 
 # Attention with the memory of CUDA's fused kernels, which save the output and the log-sum-exp of
@@ -167,18 +163,17 @@ def _attention(
         return aten._scaled_dot_product_attention_math.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            zero = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = zero.masked_fill_(attn_mask.logical_not(), -math.inf)
-        attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        zero = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = zero.masked_fill_(attn_mask.logical_not(), -math.inf)
     seed = 0
     if dropout_p:
         generator = current_machine().generators[query.get_device()]
         seed = int(torch.randint(2**31, (), generator=generator, device=CPU))
-    return _FusedAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, attn_mask, dropout_p, is_causal, scale, seed
-    )[0]
+    run = partial(_attend, options=(dropout_p, is_causal, scale, seed))
+    func, num_rows = aten.scaled_dot_product_attention.default, math.prod(query.shape[:3])
+    tensors = query, key, value, attn_mask
+    return _Fused.apply(func, run, num_rows, *tensors)[0]  # type: ignore[no-untyped-call]
 
 
 def _is_fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
@@ -195,50 +190,86 @@ def _is_fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal:
     return k.shape == v.shape == (batch, num_heads, k.size(2), head_dim)
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Attention with the memory of the fused kernel; backward computes it again."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: tuple[Any, ...]
+) -> tuple[Tensor]:
+    """Compute attention on the CPU, whose fused kernel has no dropout."""
+    dropout_p, is_causal, scale, seed = options
+    if not is_known(q):
+        return (torch.empty_like(q),)
+    if not dropout_p:
+        output = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
+    else:
+        weights = aten._scaled_dot_product_attention_math(
+            q, k, k[..., :0], mask, 0.0, is_causal, scale=scale
+        )[1]
+        generator = torch.Generator().manual_seed(seed)
+        kept = torch.empty_like(weights).bernoulli_(1 - dropout_p, generator=generator)
+        output = torch.matmul(weights * kept / (1 - dropout_p), v)
+    return (torch.empty_like(q).copy_(output),)
+
+
+# All steps of a recurrent layer run in one kernel, as with cuDNN. One by one they take ten times as
+# long on emulated devices.
+
+
+def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
+    """Run an LSTM, a GRU or an RNN, as ``func(input, states, weights, *options)``.
+
+    Layers with dropout (``options[2]``), and those in autocast, run step by step.
+    """
+    (inputs, spec), weights, options = tree_flatten(args[:3]), args[2], args[3:]
+    if options[2] or torch.is_autocast_enabled(args[0].device.type):
+        return func.decompose(*args)
+
+    def run(*elems: Any) -> Any:
+        return func(*tree_unflatten(elems, spec), *options)
+
+    # At each step backward reads the gates, the cell and the output: for an LSTM six numbers for
+    # each unit, which has eight rows of weights.
+    num_rows = sum(weight.size(0) for weight in weights if weight.dim() == 2)
+    num_kept = args[0].shape[:-1].numel() * num_rows * torch.is_grad_enabled()
+    results: Any = _Fused.apply(func, run, num_kept, *inputs)  # type: ignore[no-untyped-call]
+    return results[:-1]
+
+
+class _Fused(torch.autograd.Function):
+    """An operator with the memory of a fused kernel; backward computes it again.
+
+    Args:
+        func: the operator.
+        run: computes its outputs on the CPU.
+        num_kept: how many numbers the kernel saves for its backward pass.
+        inputs: the tensors from which it computes them, or None.
+
+    Returns:
+        The outputs, and a tensor in place of the numbers.
+    """
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        wrapped = Wrapped(aten.scaled_dot_product_attention.default)
-        q, k, v, mask = map(wrapped.unwrap, inputs[:4])
-        output: Any = torch.empty_like(inputs[0])
-        logsumexp = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        if is_known(q):
-            elem_of(output).copy_(_attend(q, k, v, mask, *inputs[4:]))
-        return output, wrapped.wrap(logsumexp)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:4], *output)
-        ctx.mark_non_differentiable(output[1])
-        ctx.options = inputs[4:]
+    def forward(ctx: Any, func: Any, run: Any, num_kept: int, *inputs: Any) -> Any:
+        wrapped = Wrapped(func)
+        elems = wrapped.unwrap(inputs)
+        dtype = torch.promote_types(elems[0].dtype, torch.float32)
+        outputs = wrapped.wrap((*run(*elems), elems[0].new_empty(num_kept, dtype=dtype)))
+        ctx.func, ctx.run = func, run
+        ctx.save_for_backward(*inputs, *outputs)
+        ctx.mark_non_differentiable(outputs[-1])
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: EmulatedTensor, _: Any) -> Any:
-        wrapped = Wrapped(aten.scaled_dot_product_attention.default)
-        inputs = ctx.saved_tensors[:4]  # read once: checkpoints refuse a second time
-        grad, q, k, v, mask = map(wrapped.unwrap, (grad_output, *inputs))
-        grads: Any = tuple(map(torch.empty_like, inputs[:3]))
-        if is_known(q):
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needs = ctx.needs_input_grad[3:]
+        inputs = ctx.saved_tensors[: len(needs)]  # read once: checkpoints refuse a second time
+        wrapped = Wrapped(ctx.func)
+        elems: list[Any] = [x if x is None else x.detach() for x in wrapped.unwrap(inputs)]
+        targets: dict[int, Any] = {i: torch.empty_like(inputs[i]) for i, n in enumerate(needs) if n}
+        if is_known(elems[0]):
+            leaves = [elems[i].requires_grad_() for i in targets]
             with torch.enable_grad():
-                q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-                output = _attend(q, k, v, mask, *ctx.options)
-            results = torch.autograd.grad(output, (q, k, v), grad)
-            for target, result in zip(grads, results, strict=True):
-                elem_of(target).copy_(result)
-        return *grads, *[None] * 5
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
-    """Compute attention on the CPU, whose fused kernel has no dropout."""
-    dropout_p, is_causal, scale, seed = options
-    if not dropout_p:
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
-    weights = aten._scaled_dot_product_attention_math(
-        q, k, k[..., :0], mask, 0.0, is_causal, scale=scale
-    )[1]
-    generator = torch.Generator().manual_seed(seed)
-    kept = torch.empty_like(weights).bernoulli_(1 - dropout_p, generator=generator)
-    return torch.matmul(weights * kept / (1 - dropout_p), v)
+                outputs = ctx.run(*elems)
+            gradients = torch.autograd.grad(outputs, leaves, wrapped.unwrap(grads[:-1]))
+            for target, gradient in zip(targets.values(), gradients, strict=True):
+                elem_of(target).copy_(gradient)
+        return None, None, None, *map(targets.get, range(len(needs)))

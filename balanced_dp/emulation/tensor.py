@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -65,11 +65,7 @@ class EmulatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not all(issubclass(kind, EmulatedTensor) for kind in types):
             return NotImplemented  # a nested tensor, for instance, handles it
@@ -221,9 +217,7 @@ def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     if issubclass(cls, EmulatedTensor):
         return cls
 
-    def torch_function(
-        both: type, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def torch_function(both: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Results are of cls, since they may be on the CPU; as_subclass makes them emulated again.
         known = [cls if kind is both else kind for kind in types]
         return cls.__torch_function__(func, known, args, kwargs)

@@ -27,12 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from balanced_dp.distributed import (
-    BalancedBatchSampler,
-    count_all_ranks,
-    scale_loss,
-    split_ranks,
-)
+from balanced_dp.distributed import BalancedBatchSampler, count_all_ranks, scale_loss, split_ranks
 from tests.modules import Lambda
 
 if torch.__version__ >= "2.10":  # earlier ones have no fully_shard for the CPU
@@ -43,10 +38,7 @@ else:
 NUM_RANKS = 4
 IGNORED = -100
 # The rows of three batches on each rank, or of three micro-batches of one.
-SHARES = {
-    2: ((2, 7), (5, 0), (0, 4)),
-    4: ((2, 4, 0, 3), (0, 1, 5, 0), (1, 3, 1, 2)),
-}
+SHARES = {2: ((2, 7), (5, 0), (0, 4)), 4: ((2, 4, 0, 3), (0, 1, 5, 0), (1, 3, 1, 2))}
 
 Group = dist.ProcessGroup
 Batch = tuple[Tensor, Tensor]

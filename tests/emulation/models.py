@@ -38,10 +38,6 @@ def _checkpointed(use_reentrant: bool) -> nn.Module:
     return Lambda(forward, inner=nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), attention))
 
 
-def _gru() -> nn.Module:
-    return Lambda(lambda self, x: self.rnn(x)[0], rnn=nn.GRU(6, 8, bidirectional=True))
-
-
 WITH_DROPOUT: dict[str, Case] = {
     **{name: CASES[name] for name in ("lstm", "transformer encoder with a padding mask")},
     "checkpoint": Case(lambda: _checkpointed(False), tensors((5, 6))),
@@ -55,7 +51,6 @@ MODELS: dict[str, Case] = {
     "conv and batch norm": CASES["conv with BatchNorm in eval mode"],
     "lists and complex": CASES["ParameterList, ParameterDict, complex and unused"],
     "other norms": Case(_norms, tensors((4, 9, 9))),
-    "bidirectional gru": Case(_gru, tensors((3, 6))),
     "transformer": Case(
         lambda: nn.Transformer(16, 4, 1, 1, 32, 0.0, batch_first=True), tensors((5, 16), (6, 16))
     ),

@@ -35,9 +35,7 @@ DRAWS: dict[str, Callable[[torch.device], Tensor]] = {
     "multinomial": lambda d: torch.multinomial(torch.ones(50, device=d), 20),
     "normal": lambda d: torch.normal(torch.zeros(20, device=d), 1.0),
     "dropout": lambda d: F.dropout(torch.ones(50, device=d)),
-    "dropout in inference mode": torch.inference_mode()(
-        lambda d: F.dropout(torch.ones(50, device=d))
-    ),
+    "dropout, inferring": lambda d: torch.inference_mode()(F.dropout)(torch.ones(50, device=d)),
     "alpha_dropout": lambda d: F.alpha_dropout(torch.ones(50, device=d), training=True),
     "rrelu": lambda d: F.rrelu(-torch.ones(20, device=d), training=True),
     "attention": lambda d: F.scaled_dot_product_attention(
@@ -219,6 +217,22 @@ def test_memory_of_attention_is_linear(device, name, dropout_p):
 
 
 # Other operators with a kernel of their own.
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_one_kernel(devices, kind):
+    """Step by step they took ten times as long."""
+
+    def run(d, **options):
+        torch.manual_seed(1)
+        net = kind(3, 5, 2, bidirectional=True, **options).to(d)
+        output, states = net(_normal(9, 4, 3).float().to(d))
+        output.square().sum().backward()
+        return output, states, [p.grad for p in net.parameters()]
+
+    assert_same_outcome(run, devices[0])
+    assert "Fused" in run(devices[0])[0].grad_fn.name()
+    assert "Fused" not in run(devices[0], dropout=0.5)[0].grad_fn.name()
 
 
 @pytest.mark.parametrize("lengths", ["tuple", "cpu", "device"])

@@ -22,19 +22,7 @@ from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, 
 
 from ..devices import kinds_of_splits
 from ..modules import Lambda
-from .loss_cases import (
-    EXACT,
-    IGNORED,
-    REAL,
-    UNCLEAR,
-    UNSEEN,
-    WHOLE,
-    Net,
-    X,
-    Y,
-    given_to,
-    rows,
-)
+from .loss_cases import EXACT, IGNORED, REAL, UNCLEAR, UNSEEN, WHOLE, Net, X, Y, given_to, rows
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
 FOUR = ("cpu",) * 4
