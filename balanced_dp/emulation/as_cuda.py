@@ -52,16 +52,11 @@ def _tensors() -> _Patches:
     nn: Any = torch._C._nn
     return {
         EmulatedTensor: cuda_tensors.EMULATED_TENSOR_METHODS,
-        torch.Tensor: {**cuda_tensors.tensor_methods(), "as_subclass": _as_subclass},
+        torch.Tensor: cuda_tensors.tensor_methods(),
         nn: {"_parse_to": translating(nn._parse_to, position=0)},
         torch: {"device": cuda_tensors.device, "Generator": cuda_tensors.Generator},
         torch.UntypedStorage: {"cuda": cuda_tensors.storage_on_device},
     }
-
-
-def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    # fastai gives a copy on the CPU the class of its source.
-    return self if issubclass(cls, EmulatedTensor) else torch._C.TensorBase.as_subclass(self, cls)
 
 
 def _factories(machine: Machine) -> _Patches:

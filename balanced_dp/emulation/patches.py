@@ -43,6 +43,7 @@ def patches(machine: Machine) -> Iterator[None]:
         _parameters_keep_identity(),
         mock.patch.object(torch.utils, "swap_tensors", _swap_data),
         mock.patch.object(torch.Tensor, "__new__", _new_tensor(machine)),
+        mock.patch.object(torch.Tensor, "as_subclass", _as_subclass),
         _seeded_by_torch(machine),
         _optimizers_as_on_cuda(),
         autocast_for_emulated_devices(machine.device_type),
@@ -67,6 +68,11 @@ def _new_tensor(machine: Machine) -> Any:
         return new(cls, *args, **kwargs)
 
     return new_tensor
+
+
+def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
+    # fastai gives a copy on the CPU the class of its source.
+    return self if issubclass(cls, EmulatedTensor) else torch._C.TensorBase.as_subclass(self, cls)
 
 
 def _files_load_to_devices() -> Patch:
