@@ -65,7 +65,7 @@ class EmulatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not all(issubclass(kind, EmulatedTensor) for kind in types):
             return NotImplemented  # a nested tensor, for instance, handles it

@@ -81,15 +81,14 @@ class Gather:
             return False
         if len(set(sizes)) > 1:
             return True
-        if isinstance(lists[0], tuple) and not any(map(torch.is_tensor, lists[0])):
-            return False  # several outputs, each a list or dictionary
         columns = zip(*map(nested.tensors, lists), strict=False)
         lengths = [{n for t in own for n in t.shape[self.call.dim :][:1]} for own in columns]
+        # A tuple of lists of tensors, such as (features, ids), holds outputs, as for torch.
+        if isinstance(lists[0], tuple) and lengths and all(isinstance(o, list) for o in lists[0]):
+            return False
         are_items = {sizes[0]} in lengths or (bool(lengths) and not any(lengths))
         # A list of one item is one output, but a list of one dictionary may be one detection.
-        # Entries of samples are alike, unlike [losses, None].
-        is_alike = len(set(map(type, lists[0]))) == 1
-        may_be_entries = is_alike and (sizes[0] > 1 or isinstance(lists[0][0], MutableMapping))
+        may_be_entries = sizes[0] > 1 or isinstance(lists[0][0], MutableMapping)
         if are_items and isinstance(lists[0], list) and may_be_entries:
             reason = f"it is as long as each chunk, {sizes[0]}, and is joined item by item"
             remedy = "Return a tensor of entries of samples, or a tuple of items of all samples"

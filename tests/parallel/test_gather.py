@@ -203,11 +203,11 @@ def test_detections_are_joined_by_image_or_warned_of(batch_size, num_boxes):
 
 
 @pytest.mark.filterwarnings("ignore:.*rows for chunks")
-@pytest.mark.parametrize("items", [lambda x: [(x.mean(),), None], lambda x: ([x], [x, x])])
-def test_unlike_items_are_no_entries_of_samples(items):
-    """As many as samples in each chunk: the losses and None of pix2pixHD; two lists, as in CUT."""
-    model = split(lambda _, x: items(x.repeat(4, 1)), None, scalar_outputs="mean")
-    assert len(model(torch.ones(8, 2))) == 2
+@pytest.mark.parametrize(("item", "num"), [(lambda x: [x], 2), (lambda x: {"a": x}, 8), (str, 8)])
+def test_a_tuple_of_lists_holds_outputs(item, num):
+    """CUT's two lists were one for each sample of a chunk of two. Other tuples are for samples."""
+    model = split(lambda _, x: tuple(item(x.repeat(4, i + 1)) for i in (0, 1)), None)
+    assert len(model(torch.arange(16.0).view(8, 2))) == num
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
