@@ -211,7 +211,7 @@ def _attend(
 
 
 # All steps of a recurrent layer run in one kernel, as with cuDNN. Step by step, each operator goes
-# through Python: an LSTM on one emulated device took three times as long, on four nine times.
+# through Python: an LSTM on one emulated device took three times as long, on four eight times.
 
 
 def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
