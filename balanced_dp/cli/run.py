@@ -130,10 +130,12 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
     if loop.num_steps is not None and num_taken >= loop.num_steps:
         yield f"The script was ended after {num_taken} training steps (--steps)."
     elif loop.last is not None and not num_taken:
-        yield "No optimizer took a step: these are the peaks of the whole run."
+        yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
     if loop.is_splitting and loop.options and not loop.is_over:
         fact = f"The search for gpu0_bsz did not end within {num_taken} training steps"
         yield f"{fact}, so the options may change: raise --steps, or train for longer."
+    if loop.search.search.smallest > 1 and loop.search.search.best in (0, 2):
+        yield "gpu0_bsz=1 was not tried, because BatchNorm normalizes by the samples of a chunk."
 
 
 def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:

@@ -83,8 +83,13 @@ class SplitPolicy:
 
 
 def smallest_chunk(module: nn.Module) -> int:
-    """Return the fewest samples that a replica can train on: batch norm refuses a single one."""
-    return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
+    """Return the fewest samples that a replica can train on.
+
+    These are two where batch norm computes its statistics from the chunk. It refuses one value per
+    channel, which may be one sample, and the statistics of one image are not those of a batch.
+    """
+    norms = (child for child in module.modules() if isinstance(child, _BatchNorm))
+    return 1 + any(norm.training or norm.running_mean is None for norm in norms)
 
 
 class AutoSplit:
@@ -144,7 +149,8 @@ class AutoSplit:
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
         """Record the call, and return its chunk sizes."""
-        self.search.search.smallest = smallest_chunk(module)
+        search = self.search.search
+        search.smallest = max(search.smallest, smallest_chunk(module))  # also of another model
         chunk_sizes = self.split(batch_size)
         if batch_size and torch.is_grad_enabled():
             self.begin()

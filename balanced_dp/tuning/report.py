@@ -230,7 +230,8 @@ class Report:
 
         sources = (place.partition(": ")[2] for place in self.wrapped_at)
         lines = [_WRAPPER.sub(wrapper, s).rstrip() for s in sources if _WRAPPER.search(s)]
-        return lines or [f"model = {option.line}"]
+        trainer = ["trainer = Trainer(...)  # unchanged"] * self.is_trainer
+        return lines or trainer or [f"model = {option.line}"]
 
     def largest_batch(self, option: Option) -> Option:
         """Return the option of the same kind with the largest batch that fits, or else this one."""

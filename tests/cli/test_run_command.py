@@ -116,7 +116,7 @@ def test_the_report_is_written(script):
         ("train.py 1 64 wrap", 0, "Comparing splits takes two training steps with the same ba"),
         ("train.py 4 1 wrap", 0, "batches of 1, 4 devices"),
         ("--json no.json train.py 3 64 fail", 1, "no.json was not written: there is no report"),
-        ("train.py 4 64 plain", 0, "No optimizer took a step: these are the peaks of the whole"),
+        ("train.py 4 64 plain", 0, "No torch.optim.Optimizer took a step: these are the peaks"),
         ("--steps 3 train.py 99999 256 wrap", 0, "ended after 3 training steps (--steps).\n\nTh"),
         ("--for headroom --memory 1GiB --reserve 0 train.py 9 256 wrap", 0, "). With option 1 dev"),
         ("--memory 4400KiB --reserve 0 train.py 9 256 wrap", 0, "the batch does not fit: device 0"),
@@ -204,6 +204,19 @@ def test_a_model_that_is_called_by_forward(script):
     assert report.best.chunk_sizes == expected.best.chunk_sizes
     for option in report.options:
         assert option.peak_bytes == pytest.approx(by_split[option.chunk_sizes], rel=0.1)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_chunks_of_one_with_batch_norm(evaluates, script):
+    """CenterNet's best value is 1 if the statistics are frozen; 2 was recommended.
+
+    Otherwise batch norm refuses it, and the search ends without it.
+    """
+    norm = f"256, 512), nn.BatchNorm1d(512){'.eval()' * evaluates})"
+    script.write_text(SCRIPT.replace("256, 512))", norm))
+    _, report, _ = measured(script, "20", "64", "wrap")
+    assert any(1 in option.chunk_sizes for option in report.options) == evaluates
+    assert ["gpu0_bsz=1 was not tried" in note for note in report.notes] == [True] * (not evaluates)
 
 
 @pytest.mark.slow

@@ -174,11 +174,11 @@ def test_a_script_has_a_criterion_or_trainer():
     apart = [replace(option, gather=False) for option in (EVEN, SMALLER)]  # it has a criterion, too
     shown = report_of(apart, [90] * 2, wrapped_at=(place,))
     assert "Criterion" not in tables.lines(shown) + " ".join(tables.summary(shown))
-    by_trainer = report_of([EVEN, SMALLER], [90] * 2, is_trainer=True)
-    assert tables.lines(by_trainer).splitlines()[1:] == [
-        "from balanced_dp.integrations.transformers import BalancedTrainer",
-        "trainer = BalancedTrainer(gpu0_bsz=6, ...)",
-    ]
+    by_trainer = report_of([EVEN, SMALLER], [100] * 2, is_trainer=True)
+    first, last = tables.lines(by_trainer).split("# option 2\n")
+    assert first == "# option 1\ntrainer = Trainer(...)  # unchanged\n"
+    assert last.startswith("from balanced_dp.integrations.transformers import BalancedTrainer\n")
+    assert last.endswith("\ntrainer = BalancedTrainer(gpu0_bsz=6, ...)")
     summary = " ".join(tables.summary(by_trainer))
     assert "class Balanced(BalancedTrainer, MyTrainer)" in summary and "gather=" not in summary
 

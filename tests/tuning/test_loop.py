@@ -99,14 +99,6 @@ def test_a_value_and_the_even_split_take_turns(devices):
     kept.clear()
 
 
-def test_the_search_ends_with_batch_norm(devices):
-    """It asked for a chunk of one sample, which batch norm refuses, in each iteration."""
-    module = nn.Sequential(nn.Linear(64, 4096), nn.BatchNorm1d(4096))
-    loop = recorded(devices, [(32,)] * 12, module=module)
-    assert loop.is_over and len(loop.options) > 2
-    assert all(option.chunk_sizes[0] != 1 for option in loop.options)
-
-
 def test_the_model_has_the_value_of_its_largest_batch(devices):
     """Scripts store it in their checkpoints."""
     with split_loop(devices) as (_, model):
