@@ -38,6 +38,7 @@ GIVEN: dict[str, Tensor] = {
     "boxes": whole(2, BATCH, LENGTH),
     "edges": whole(2, BATCH, LENGTH, LENGTH),
     "chosen": torch.tensor([1, 0, 0, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1]),
+    "ends": torch.tensor([3, 1, 2, 5, 6, 1, 1, 2, 4, 3, 5, 3, 2]),
 }
 GIVEN["long"] = GIVEN["sequence"].transpose(0, 1)
 """What models are given, by the names of their parameters."""
@@ -227,6 +228,8 @@ MODELS: dict[str, nn.Module] = {
     "pairs of fields": net(lambda m, sequence: m.a(sequence) @ m.a(sequence).mT @ m.a(sequence)),
     "gumbel": net(lambda m, row: m.b(F.gumbel_softmax(m.a(row), hard=True))),
     "chosen samples": net(lambda m, row, chosen: m.a(row[chosen > 0]).tanh().square().mean()),
+    # 3 and 6 words for 3 and 4 samples, which have 3 and 6 pairs. It was warned of, as was DrQA.
+    "cut": net(lambda m, sequence, ends: m.a(sequence.repeat(1, 2, 1)[:, : max(ends)]).sum(1)),
     "chosen words": net(lambda m, sequence, boxes: m.a(sequence)[boxes > 0].tanh().square().mean()),
 }
 

@@ -322,47 +322,49 @@ def is_parameter(node: Any) -> bool:
     return is_copy or isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: Sequence[int]) -> str:
+def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -> str:
     """Return how samples of a chunk are computed from each other, or "" if nothing shows it.
 
     Args:
-        outputs: pairs of outputs with a graph of two replicas.
-        sizes: their numbers of samples, which differ.
+        outputs: for each output with a graph, its value on each replica.
+        sizes: the numbers of samples of the replicas, not all the same.
     """
     num_pairs = [*zip(*((n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes), strict=True)]
     seen = set[Any]()
     stack: list[tuple[Edges, bool]] = [
-        ([(one.grad_fn, one.output_nr) for one in pair], True) for pair in outputs
+        ([(one.grad_fn, one.output_nr) for one in own], True) for own in outputs
     ]
     with looking_at_nodes:
         while stack:
             edges, is_loss = stack.pop()
-            node, other = (node for node, _ in edges)
-            if node in seen or type(node) is not type(other) or is_parameter(node):
+            nodes = [node for node, _ in edges]
+            node, shapes = nodes[0], [shape_of(*edge) for edge in edges]
+            if node in seen or len(set(map(type, nodes))) > 1 or is_parameter(node):
                 continue
             seen.add(node)
-            one, two = (shape_of(*edge) for edge in edges)
-            # Up to its reductions, which are joined, a loss has the same shapes on both.
-            is_loss = is_loss and one == two
-            inputs = zip(node.next_functions, other.next_functions, strict=False)
-            pairs = [pair for pair in inputs if all(child for child, _ in pair)]
-            stack += [(pair, is_loss) for pair in pairs]
+            # Up to its reductions, which are joined, a loss has the same shapes on all.
+            is_alike = shapes.count(shapes[0]) == len(shapes)
+            is_loss = is_loss and is_alike
+            inputs = zip(*(node.next_functions for node in nodes), strict=False)
+            known = [own for own in inputs if all(child for child, _ in own)]
+            stack += [(own, is_loss) for own in known]
             if is_loss or isinstance(node, BackwardCFunction) or node.name() == "CopySlices":
                 continue
             name = operator_name(node)
-            axes = {axis for pair in pairs for axis in _axes(pair, sizes)}
-            are_pairs = any(lengths in num_pairs for lengths in zip(one, two, strict=False))
-            if one != two and (are_pairs or len(_axes(edges, sizes)) > 1):
+            axes = {axis for own in known for axis in _axes(own, sizes)}
+            are_pairs = any(lengths in num_pairs for lengths in zip(*shapes, strict=False))
+            if not is_alike and (are_pairs or len(_axes(edges, sizes)) > 1):
                 return f"{name} computes a number for each pair of samples"
-            if one == two and axes and not _SELECTS.fullmatch(name):
+            if is_alike and axes and not _SELECTS.fullmatch(name):
                 return f"{name} reduces the samples of each chunk"
-            if _GOES_ALONG.fullmatch(name) and axes & {dim % len(one) for dim in dims_of(node)}:
+            along = dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
+            if axes & {dim % len(shapes[0]) for dim in along}:
                 return f"{name} goes along the samples of each chunk"
     return ""
 
 
 def _axes(edges: Edges, sizes: Sequence[int]) -> list[int]:
-    """Return the dimensions whose sizes follow the numbers of samples of two replicas."""
-    (one, two), (n, m) = (shape_of(*edge) for edge in edges), sizes
-    lengths = zip(one, two, strict=True) if len(one) == len(two) else ()
-    return [axis for axis, (a, b) in enumerate(lengths) if a != b and a * m == b * n]
+    """Return the dimensions whose sizes follow the numbers of samples of the replicas."""
+    lengths = zip(*(shape_of(*edge) for edge in edges), strict=False)
+    shares = ([a / n for a, n in zip(own, sizes, strict=True)] for own in lengths)
+    return [axis for axis, own in enumerate(shares) if own[0] and are_equal(own)]

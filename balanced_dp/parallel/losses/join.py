@@ -319,13 +319,14 @@ class Call:
         sizes, seen = self.chunk_sizes, self.history.seen
         if not torch.is_grad_enabled() or self._code in seen or len(set(sizes)) < 2:
             return
-        ends = [sizes.index(end(sizes)) for end in (min, max)]
-        leaves = [nested.tensors(outputs[i]) for i in ends]
-        pairs = [p for p in zip(*leaves, strict=False) if all(one.grad_fn for one in p)]
-        if pairs:
+        # A third one tells shapes that follow the samples from those that vary with the data.
+        chosen = sorted({sizes.index(min(sizes)), sizes.index(max(sizes)), len(sizes) - 1})
+        leaves = zip(*(nested.tensors(outputs[i]) for i in chosen), strict=False)
+        found = [own for own in leaves if all(one.grad_fn for one in own)]
+        if found:
             seen.add(self._code)
-        how = how_samples_mix(pairs, [sizes[i] for i in ends])
-        if how and not is_symbolic(pairs[0][0].device):
+        how = how_samples_mix(found, [sizes[i] for i in chosen])
+        if how and not is_symbolic(found[0][0].device):
             reason = f"{how}, so each device uses only its own chunk"
             self.warn(None, reason, "Compute it outside, from gathered outputs")
 
