@@ -39,7 +39,7 @@ from .losses.cross_entropy import current_call, running
 from .losses.join import Call, OutputHistory
 from .losses.weights import ScalarOutputs, check_options
 from .nested import check_paths
-from .parallel_apply import Workers, parallel_apply
+from .parallel_apply import parallel_apply
 from .per_device import PerDevice
 from .replicate import Replicator
 from .scatter import Inputs
@@ -195,7 +195,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self.spread = spread
         self._history = OutputHistory()
         self._replicator = Replicator()
-        self._idle_workers: list[Workers] = []
         self._policy = split_policy(gpu0_bsz, self.devices, device_weights)
         self.chunk_sizes: tuple[int, ...] | None = None
         if len(devices) == 1:
@@ -282,7 +281,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Return the output of each replica; outside of a call they run on the first devices."""
         call = self._current_call or self._new_call(self.device_ids[: len(replicas)])
         pairs = list(zip(inputs, kwargs, strict=True))
-        return parallel_apply(replicas, pairs, call.devices, self._idle_workers, call.chunk_sizes)
+        return parallel_apply(replicas, pairs, call.devices, call.chunk_sizes)
 
     def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
         """Return the outputs joined on ``output_device``."""
@@ -301,7 +300,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         if self.gathers_outputs:
             return self.gather(outputs, output_device)
         [device] = self._devices_of([output_device])
-        return PerDevice(outputs, call, device, self._idle_workers)
+        return PerDevice(outputs, call, device)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -367,8 +366,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return compare(self, inputs, kwargs)
 
     def close(self) -> None:
-        """End the worker threads and drop the replicas. A later call makes new ones."""
-        self._idle_workers.clear()
+        """Drop the replicas that wait for the next call, which makes new ones."""
         self._replicator.release()
 
     def shared_weights(self) -> AbstractContextManager[None]:

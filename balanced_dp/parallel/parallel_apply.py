@@ -8,21 +8,14 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from ..devices import has_streams, is_emulated, on_stream
 from ..errors import add_note
-from ..free_threading import is_free_threaded_build
 from .losses.cross_entropy import run_counted
 from .nested import Arguments
-
-PATIENCE_SECONDS = 20.0
-"""The time after which the log says that a first call has not ended, if a device repeats."""
-
-_WAITS = "a replica has not ended after %g s; if it waits for another one, use distinct devices"
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +24,6 @@ def parallel_apply(
     functions: Sequence[Callable[..., Any]],
     arguments: Sequence[Arguments],
     devices: Sequence[torch.device],
-    idle: list[Workers],
     chunk_sizes: Sequence[int] = (),
 ) -> list[Any]:
     """Call ``functions[i]`` on ``arguments[i]`` with ``devices[i]`` current; return the results.
@@ -43,14 +35,12 @@ def parallel_apply(
     other threads a copy of its context variables.
 
     The first exception of a replica is logged at once, because another replica may wait for it
-    forever. Calls on the same device that wait for each other never end; in a first call, this is
-    logged, too. Ctrl-C ends the wait for other replicas, and abandons them.
+    forever. Ctrl-C ends the wait for other replicas, and abandons them.
 
     Args:
         functions: one for each call.
         arguments: one for each call.
         devices: one for each call; a device may repeat.
-        idle: threads of earlier calls, to use and to give back.
         chunk_sizes: samples of each call, if known, for the note that an exception gets.
 
     Raises:
@@ -60,21 +50,12 @@ def parallel_apply(
     restored = _state_of_caller(devices)
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    try:
-        workers = idle.pop()
-    except IndexError:  # the first call, or another one uses them
-        workers = Workers()
-        if len(set(devices)) < len(devices):
-            workers.watch.start()
-
     others = list(dict.fromkeys(devices))
     # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
-    # first. Sequence numbers are counted by thread. If each forward pass has a thread of its own,
-    # with as many calls behind it, backward passes take turns, as if side by side on accelerators.
+    # first. Sequence numbers are counted by thread. If each forward pass has a new thread, backward
+    # passes take turns, as if side by side on accelerators.
     has_own_threads = is_emulated(devices[0]) and len(others) > 1
     first = None if has_own_threads else others.pop(0)
-    if has_own_threads and workers._threads and workers._threads.keys() != set(others):
-        workers = Workers()
 
     def where(index: int) -> str:
         place = f"in replica {index} on {devices[index]}"
@@ -102,16 +83,16 @@ def parallel_apply(
                 return
 
     try:
-        # Each in a context of its own: it cannot be entered twice at a time.
-        for device in others:
-            workers.submit(device, functools.partial(contextvars.copy_context().run, work, device))
+        threads = []
+        for device in others:  # each in a context of its own: it cannot be entered twice at a time
+            args, name = (work, device), f"replicas on {device}"
+            run = contextvars.copy_context().run
+            threads.append(threading.Thread(target=run, args=args, name=name, daemon=True))
+            threads[-1].start()
         if first is not None:
             work(first)
-        for _ in others:
-            workers.ended.get()
-        # In a free-threaded build, a thread keeps what it has made until it ends.
-        if not is_free_threaded_build():
-            idle.append(workers)
+        for thread in threads:
+            thread.join()
         if errors:
             index = min(errors)
             add_note(errors[index], where(index))
@@ -120,53 +101,10 @@ def parallel_apply(
     finally:
         if has_own_threads:
             torch.set_num_threads(num_threads)  # also the default of new threads
-        workers.watch.cancel()
         # The traceback of an error holds this frame and that of the replica, so that memory would
         # wait for the garbage collector.
         errors.clear()
         results.clear()
-
-
-class Workers:
-    """Threads that wait for work: one for each device, started when it is first needed.
-
-    They end with this object, which one call uses at a time. One thread computes everything on a
-    device, because autograd numbers nodes by thread, and torch keeps library handles by thread.
-
-    Attributes:
-        watch: a timer that logs a warning unless it is canceled within ``PATIENCE_SECONDS``.
-        ended: gets None each time that submitted work has ended.
-    """
-
-    def __init__(self) -> None:
-        self.watch = threading.Timer(PATIENCE_SECONDS, logger.warning, [_WAITS, PATIENCE_SECONDS])
-        self.watch.daemon = True
-        self.ended: SimpleQueue[None] = SimpleQueue()
-        self._threads: dict[torch.device, tuple[threading.Thread, SimpleQueue[Any]]] = {}
-
-    def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
-        return Workers, ()  # a copy of the model has its own
-
-    def submit(self, device: torch.device, work: Callable[[], None]) -> None:
-        """Run ``work`` in the thread of ``device``."""
-        if device not in self._threads or not self._threads[device][0].is_alive():  # after a fork
-            queue: SimpleQueue[Any] = SimpleQueue()
-            args, name = (queue, self.ended), f"replicas on {device}"
-            thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
-            thread.start()
-            self._threads[device] = thread, queue
-        self._threads[device][1].put(work)
-
-    def __del__(self) -> None:
-        for _, queue in self._threads.values():
-            queue.put(None)
-
-
-def _serve(queue: SimpleQueue[Any], ended: SimpleQueue[None]) -> None:
-    while (work := queue.get()) is not None:
-        work()
-        del work
-        ended.put(None)
 
 
 def _state_of_caller(

@@ -12,7 +12,7 @@ from .gather import Gather
 from .losses.cross_entropy import running
 from .losses.join import Call
 from .losses.weights import ScalarOutputs, check_options
-from .parallel_apply import Workers, parallel_apply
+from .parallel_apply import parallel_apply
 from .scatter import Inputs, Scattered
 
 _REMEDY = (
@@ -31,7 +31,6 @@ class PerDevice(Scattered):
         outputs: the output of each replica, on its device.
         call: the 0-dim ones among them, and how the batch was split.
         output_device: where results are joined.
-        idle_workers: the model's threads, which compute the loss and ``map``.
 
     Attributes:
         devices: the device of each output.
@@ -52,13 +51,7 @@ class PerDevice(Scattered):
         torch.Size([8])
     """
 
-    def __init__(
-        self,
-        outputs: Sequence[Any],
-        call: Call,
-        output_device: torch.device,
-        idle_workers: list[Workers],
-    ) -> None:
+    def __init__(self, outputs: Sequence[Any], call: Call, output_device: torch.device) -> None:
         self._outputs = tuple(call.with_joined_losses(outputs, output_device))
         self.output_device = output_device
         self.dim = call.dim
@@ -67,7 +60,6 @@ class PerDevice(Scattered):
         # Another record, which keeps neither the model nor the arguments of its call alive.
         split = self.devices, call.chunk_sizes, self.dim
         self._call = Call(call.history, type(self).gather, *split, call.scalar_outputs)
-        self._idle_workers = idle_workers
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -138,7 +130,7 @@ class PerDevice(Scattered):
         devices, sizes = self.devices, call.chunk_sizes
         arguments = call.arguments = inputs.scatter(devices, sizes)
         with running(call):
-            results = parallel_apply(functions, arguments, devices, self._idle_workers, sizes)
+            results = parallel_apply(functions, arguments, devices, sizes)
         joined = Gather(self.output_device, call).join(results)
         call.look_for_mixing(results)
         return joined

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import importlib
-import os
-import signal
 import threading
 import time
 import types
@@ -19,7 +16,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel
-from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.memory.peaks import Peaks
 from balanced_dp.parallel import copies
 from balanced_dp.parallel.auto import AutoSplit
@@ -28,12 +24,9 @@ from balanced_dp.parallel.parallel_apply import parallel_apply
 from ..at_once import at_once
 from ..modules import Lambda, assert_same_gradients
 
-# The package's name parallel_apply is the function.
-parallel_apply_module = importlib.import_module("balanced_dp.parallel.parallel_apply")
-
 
 def run(calls, devices):
-    return parallel_apply(calls, [((), {})] * len(calls), devices, [])
+    return parallel_apply(calls, [((), {})] * len(calls), devices)
 
 
 @pytest.mark.parametrize(
@@ -138,26 +131,6 @@ def test_the_first_failure_is_raised_at_the_end(caplog, emulated, first):
         assert len(messages) == 1
 
 
-@pytest.mark.skipif(is_free_threaded_build(), reason="threads end with each call")
-def test_threads_live_until_the_model_ends(no_collector, emulated):
-    before, seen = set(threading.enumerate()), set()
-    module = Lambda(lambda self, x: seen.add(threading.current_thread()) or x)
-    model = BalancedDataParallel(1, module, ["cpu", *emulated[1:3]])
-    for _ in range(3):
-        model(torch.ones(9))
-    started = set(threading.enumerate()) - before
-    assert len(started) == 2
-    assert seen == {threading.current_thread(), *started}
-    model.close()
-    model(torch.ones(9))
-    started |= set(threading.enumerate()) - before
-    assert len(started) == 4
-    del model
-    for thread in started:
-        thread.join(10)
-    assert set(threading.enumerate()) == before
-
-
 def test_peaks_are_those_before_an_idle_step(emulated):
     """Device 0 ran its backward pass last from then on, when it held the gradients of all others:
     `run` measured the even split too high, and advised values that take more (ignite, skorch).
@@ -171,29 +144,6 @@ def test_peaks_are_those_before_an_idle_step(emulated):
         peaks.append(torch.lazy.max_memory_allocated(emulated[0]))
         model.zero_grad()
     assert peaks[3] == peaks[1]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
-def test_a_fork_starts_threads_of_its_own(emulated):
-    """Those of its parent do not run in it, and the call would wait for them forever."""
-    model = BalancedDataParallel(1, Lambda(lambda self, x: x + 1), ["cpu", *emulated[1:3]])
-    model(torch.ones(9))
-    child = os.fork()
-    if not child:
-        signal.alarm(60)
-        os._exit(int(model(torch.ones(9)).unique().tolist() != [2]))
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_replicas_that_wait_are_logged(monkeypatch, caplog):
-    """Those of one device; the first waits for what is logged of it, as it would for the second."""
-    is_told = threading.Event()
-    caplog.handler.addFilter(lambda record: is_told.set() or True)
-    monkeypatch.setattr(parallel_apply_module, "PATIENCE_SECONDS", 0.01)
-    waits = Lambda(lambda self, x: x + is_told.wait(60))
-    assert BalancedDataParallel(1, waits, ["cpu", "cpu"])(torch.zeros(3)).tolist() == [1, 1, 1]
-    assert "use distinct devices" in caplog.text
 
 
 def test_a_replica_may_call_the_model_it_is_of(emulated):
