@@ -6,9 +6,7 @@ docs/versions.md lists the versions that were tested.
 
 from __future__ import annotations
 
-import functools
 import pkgutil
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -75,17 +73,6 @@ def require(names: str, what: str, error: type[Exception]) -> None:
 
 
 require(NEEDED, "balanced_dp", ImportError)
-
-
-def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that Dynamo does not trace. Dynamo is not imported for this."""
-    disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
-
-    return run
 
 
 def accelerator_type() -> str | None:

@@ -30,7 +30,6 @@ from ..errors import ArgumentTypeError
 from ..memory.out_of_memory import advising
 from ..memory.probe import MemoryProbe
 from ..split import as_integer
-from ..torch_versions import disable_dynamo
 from .auto import STATE_KEY, split_policy
 from .check import CheckResult, compare
 from .gather import Gather
@@ -203,7 +202,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             spread_parameters(module, devices)
 
     # Threads cannot be compiled, so torch.compile leaves this method as it is.
-    @disable_dynamo
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the batch, run the replicas, gather the outputs unless ``gather=False``."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
