@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentError
 
 _PREFIXES = "BKMGT"
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT](?:I?B)?|B)?\s*", re.ASCII | re.IGNORECASE)
@@ -21,19 +21,10 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
         argument: the name of the argument in error messages.
 
     Raises:
-        ArgumentTypeError: ``size`` is neither an integer nor text.
-        ArgumentError: ``size`` is not a size or negative, or it is text without a unit
-            that would be less than 1024 bytes.
+        ArgumentError: ``size`` is not a size, or it is text without a unit that would be less than
+            1024 bytes.
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise ArgumentTypeError(
-            f"{argument} must be bytes as an int or text such as '11GiB', got {size!r}"
-        )
-    if isinstance(size, int):
-        if size < 0:
-            raise ArgumentError(f"{argument} must not be negative, got {size}")
-        return size
-    match = _TEXT.fullmatch(size)
+    match = _TEXT.fullmatch(str(size))
     if match is None:
         raise ArgumentError(
             f"{argument} must be bytes or a size in B, KiB, MiB, GiB or TiB such as '11GiB', "
@@ -41,7 +32,7 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
         )
     factor = 1 << 10 * _PREFIXES.index((match[2] or "B")[0].upper())
     number = Fraction(match[1]) * factor
-    if not match[2] and 0 < number < 1024:
+    if not isinstance(size, int) and not match[2] and 0 < number < 1024:
         raise ArgumentError(
             f"{argument} is {size!r}, which is {match[1]} bytes; did you mean {match[1]}GiB?"
         )
