@@ -185,37 +185,25 @@ def is_cuda(device: torch.device) -> bool:
     return device.type in CUDA_LIKE and not is_emulated(device)
 
 
-_streams: dict[tuple[torch.device | str, ...], torch.Stream] = {}
+_streams: dict[tuple[torch.device, torch.device | str], torch.Stream] = {}
 
 
-def _stream(device: torch.device, *purpose: torch.device | str) -> torch.Stream:
-    """Return the stream of a CUDA device for a purpose, the same one in all threads."""
-    key = (device, *purpose)
-    stream = _streams.get(key)
-    if stream is None:  # setdefault: two threads may make one at the same time
-        stream = _streams.setdefault(key, torch.get_device_module(device).Stream(device))
-    return stream
+def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stream:
+    """Return a stream of a CUDA device for a purpose, the same one in all threads.
 
-
-def copy_stream(device: torch.device) -> torch.Stream:
-    """Return the stream of a CUDA device on which inputs arrive and gradients leave."""
-    return _stream(device, "copies")
-
-
-def gradient_stream(device: torch.device, source: torch.device) -> torch.Stream:
-    """Return the stream of a CUDA device on which gradients arrive from another one.
-
-    The stream from a device to itself adds up the gradients that have arrived.
-
-    Each pair of devices has its own: a copy waits for both of its streams, so devices that send to
-    several would otherwise take turns.
+    Args:
+        device: the device.
+        purpose: ``"weights"`` for weights, and nothing else, that are copied; ``"copies"`` for
+            inputs that arrive and gradients that leave; or the device from which gradients arrive,
+            the same device for adding up those that have arrived. Each pair of devices has its own:
+            a copy waits for both of its streams, so devices that send to several would otherwise
+            take turns.
     """
-    return _stream(device, "gradients", source)
-
-
-def weight_stream(device: torch.device) -> torch.Stream:
-    """Return the stream of a CUDA device on which weights, and nothing else, are copied."""
-    return _stream(device, "weights")
+    stream = _streams.get((device, purpose))
+    if stream is None:  # setdefault: two threads may make one at the same time
+        new = torch.get_device_module(device).Stream(device)
+        stream = _streams.setdefault((device, purpose), new)
+    return stream
 
 
 def has_streams(device: torch.device) -> bool:

@@ -34,7 +34,7 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
-from ..devices import copy_stream, gradient_stream, is_cuda, on_stream, weight_stream
+from ..devices import is_cuda, on_stream, side_stream
 from ..free_threading import looking_at_nodes
 from ..torch_versions import run_at_once, will_execute
 from .scatter import move
@@ -84,11 +84,11 @@ class Arrivals:
         """Let the weight streams of ``devices`` wait for the work on their current streams."""
         for device in devices:
             self._streams[device] = torch.get_device_module(device).current_stream(device)
-            weight_stream(device).wait_stream(self._streams[device])
+            side_stream(device, "weights").wait_stream(self._streams[device])
 
     def note(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
         """Record an event after the work of the weight stream of ``device`` for ``tensors``."""
-        event = weight_stream(device).record_event()
+        event = side_stream(device, "weights").record_event()
         self._events.setdefault(device, {}).update(dict.fromkeys(map(id, tensors), event))
 
     def events(self, device: torch.device) -> dict[int, torch.Event]:
@@ -103,7 +103,7 @@ class Arrivals:
         self._events.clear()
         while self._streams:
             device, stream = self._streams.popitem()
-            stream.wait_stream(weight_stream(device))
+            stream.wait_stream(side_stream(device, "weights"))
 
 
 class ArrivingParameters(UserDict[str, Any]):
@@ -232,7 +232,7 @@ def _send(
         stack.push(lambda kind, *_: arrivals.wait() if kind else None)
         arrivals.expect(devices)
         for device in devices:
-            stack.enter_context(on_stream(weight_stream(device)))
+            stack.enter_context(on_stream(side_stream(device, "weights")))
         for bucket, there in zip(buckets, pieces, strict=True):
             originals = [tensors[i] for i in bucket]
             if not there:
@@ -263,7 +263,7 @@ def bring_to(
     if not is_cuda(device) or not is_cuda(source):
         return [None if g is None else move(g, device) for g in gradients]
     present = [g for g in gradients if g is not None]
-    stream = gradient_stream(device, source)
+    stream = side_stream(device, source)
     with on_stream(stream):
         if len(present) > 1 and all(g.layout is torch.strided for g in present):
             flat = move(_flatten_dense_tensors(present), device)
@@ -401,7 +401,7 @@ def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     # the current stream. So the first use is on the stream that computes, and the nodes live until
     # the second. Torch gives Function.apply no types.
     first = Receive.apply(*originals)  # type: ignore[no-untyped-call]
-    with on_stream(gradient_stream(home, home)):
+    with on_stream(side_stream(home, home)):
         received: Sequence[torch.Tensor] = Receive.apply(*originals)  # type: ignore[no-untyped-call]
     del first
     run_at_once(received[-1].grad_fn)
@@ -422,4 +422,4 @@ def on_copy_stream(device: torch.device) -> contextlib.AbstractContextManager[An
     Autograd runs a node's backward on the stream that was current when the node was made, and lets
     that stream wait for the gradients. So computing goes on while they are copied.
     """
-    return on_stream(copy_stream(device)) if is_cuda(device) else contextlib.nullcontext()
+    return on_stream(side_stream(device, "copies")) if is_cuda(device) else contextlib.nullcontext()

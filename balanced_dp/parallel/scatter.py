@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..devices import copy_stream, is_cuda, on_stream
+from ..devices import is_cuda, on_stream, side_stream
 from ..errors import ScatterError, warn
 from . import nested
 from .nested import Arguments
@@ -285,7 +285,7 @@ def move(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torc
     if not is_cuda(device) or tensor.device.type != "cpu":
         # A copy to the CPU that does not block could be read before it is complete.
         return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
-    stream = copy_stream(device)  # so that it does not wait for the kernels queued there
+    stream = side_stream(device, "copies")  # so that it does not wait for the kernels queued there
     with on_stream(stream):
         copied = tensor.to(device, non_blocking=True)
     current = torch.get_device_module(device).current_stream(device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..devices import gradient_stream, is_cuda
+from ..devices import is_cuda, side_stream
 from .copies import Arrivals, Copies, bring_to, copy_to, has_hooks, make_nodes, on_copy_stream
 from .scatter import move
 
@@ -168,7 +168,7 @@ def _bring(node: Any) -> Sequence[torch.Tensor | None]:
         brought = bring_to(home, node.gathered)
     if is_cuda(source) and is_cuda(home):
         current = torch.get_device_module(home).current_stream(home)
-        current.wait_stream(gradient_stream(home, source))
+        current.wait_stream(side_stream(home, source))
         for gradient in brought:
             if gradient is not None:
                 gradient.record_stream(current)
