@@ -39,7 +39,6 @@ def measured() -> dict[str, list[Span]]:
         # In which order autograd's threads launch is up to chance; the drawing shows the median.
         runs = [step_ratio(stand_in, ours, BALANCED, TRANSFER_SHARE, True) for _ in range(9)]
         _, after = sorted(runs, key=itemgetter(0))[4]
-        ours.close()
     return {
         f"nn.DataParallel, {EVEN}": before,
         f"BalancedDataParallel({BALANCED[0]}, model), {BALANCED}": after,

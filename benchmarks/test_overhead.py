@@ -154,5 +154,4 @@ def test_step(benchmark, monkeypatch, tables, what, name, num_devices):
 
     with model.shared_weights() if what == "evaluation" else contextlib.nullcontext():
         figures = in_turns(benchmark, lambda: step(model), lambda: step(stock), module.zero_grad)
-    model.close()
     tables["overhead"].append({"what": what, "tree": name, "devices": str(num_devices), **figures})

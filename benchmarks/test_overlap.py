@@ -45,8 +45,6 @@ def test_transfers_beside_computing(benchmark, tables, split, spread, transfer_s
             ratios.append(ratio)
 
         benchmark.pedantic(measure, rounds=5)
-        if isinstance(model, BalancedDataParallel):
-            model.close()
     tables["overlap"].append(
         {
             "split": f"nn.DataParallel, {sizes}"

@@ -32,7 +32,7 @@ def convert(
     sizes for any number of ranks. Outputs are not gathered: each rank has those of its samples.
 
     Args:
-        model: the model to convert. Its replicas are freed and its threads end.
+        model: the model to convert.
         device: the device of this rank. By default the entry of ``model.devices`` at the rank's
             index on its machine (``LOCAL_RANK``, which torchrun sets), or the module's device if
             ``model.device_ids`` is empty.
@@ -45,7 +45,6 @@ def convert(
         ValueError, RuntimeError: raised by ``DistributedDataParallel``, for example if there is no
             process group or no parameter requires a gradient.
     """
-    model.close()
     module = model.module
     if device is None and model.device_ids:
         device = _device_of_this_rank(model.devices)

@@ -72,14 +72,14 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     ):
         warnings.simplefilter("always", BalanceWarning)
         alone = copy.deepcopy(module).eval()
-        with contextlib.closing(copy.deepcopy(parallel, {id(module): alone})) as twin:
-            twin.gpu0_bsz = parallel.gpu0_bsz  # a number, so that "auto" does not change
-            twin.gathers_outputs, twin.spread = True, False
-            batches = (twin.scatter(inputs, kwargs, twin.devices[:1]) for _ in range(2))
-            whole, again = (_results(alone, alone(*args, **kw)) for [args], [kw] in batches)
-            del alone
-            twin.module = copied = copy.deepcopy(module).eval()
-            split = _results(copied, twin(*inputs, **kwargs))
+        twin = copy.deepcopy(parallel, {id(module): alone})
+        twin.gpu0_bsz = parallel.gpu0_bsz  # a number, so that "auto" does not change
+        twin.gathers_outputs, twin.spread = True, False
+        batches = (twin.scatter(inputs, kwargs, twin.devices[:1]) for _ in range(2))
+        whole, again = (_results(alone, alone(*args, **kw)) for [args], [kw] in batches)
+        del alone
+        twin.module = copied = copy.deepcopy(module).eval()
+        split = _results(copied, twin(*inputs, **kwargs))
     reasons = [str(one.message) for one in told if one.category is BalanceWarning]
     causes = [reason.partition(": ")[2].partition(". ")[0] for reason in reasons]
     cause = "; ".join(causes) or "samples of a chunk are computed from each other"

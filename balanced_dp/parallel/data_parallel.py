@@ -364,10 +364,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """
         return compare(self, inputs, kwargs)
 
-    def close(self) -> None:
-        """Drop the replicas that wait for the next call, which makes new ones."""
-        self._replicator.release()
-
     def shared_weights(self) -> AbstractContextManager[None]:
         """Share one weight broadcast and one gradient reduction across the block.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from itertools import chain
 from typing import Any
 
@@ -50,5 +49,5 @@ def balanced_data_parallel(
         check_on_device(chain(module.parameters(), module.buffers()), devices[0])
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    with closing(BalancedDataParallel(gpu0_bsz, module, device_ids, output_device, dim)) as model:
-        return model(*inputs, **(module_kwargs or {}))
+    model = BalancedDataParallel(gpu0_bsz, module, device_ids, output_device, dim)
+    return model(*inputs, **(module_kwargs or {}))

@@ -1,19 +1,15 @@
-"""A replica of a module: a shallow copy that gets its tensors for each call, and is used again.
+"""A replica of a module: a shallow copy that has tensors of its own.
 
-Making a replica takes Python work for each submodule, parameter and buffer, and most of it gives
-the same result in each call. So replicas that have run are kept for the next one, as long as the
-module holds the same objects as when they were made. While a replica waits, it holds no tensors.
-It is recycled only if nobody else refers to its modules.
+What all replicas of a module have in common is in its ``Blueprint``, which is kept for the next
+call as long as the module holds the same objects as when it was made.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import sys
 import types
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -21,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..free_threading import is_free_threaded_build
 from .copies import Arrivals, ArrivingParameters
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -126,38 +121,46 @@ class Replica:
 
     Args:
         blueprint: the blueprint of the network.
+        tensors: a copy of each tensor, which may still be on its way.
+        device: their device.
+        arrivals: the events to wait for before a parameter is used.
 
     Attributes:
         modules: the copies of its modules; the first is the copy of the network itself.
         attributes: the ``__dict__`` of each copy.
     """
 
-    def __init__(self, blueprint: Blueprint) -> None:
-        self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        arrivals: Arrivals,
+    ) -> None:
+        self._bound: list[tuple[dict[Any, Any], Any, Any]] = []
         self._blueprint = blueprint
         self.modules: list[Any] = [*map(_shallow_copy, blueprint.modules, blueprint.replicating)]
         self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
         for index, kind, name, position in blueprint.children:
             self.attributes[index][kind][name] = self.modules[position]
-        for index, kind, name, _ in blueprint.places:
-            self.attributes[index][kind][name] = None
-        self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
-        """For each tensor, the dictionary of its module, its name there, and its position."""
+        for index, kind, name, position in blueprint.places:
+            self.attributes[index][kind][name] = tensors[position]
         if blueprint.bound:
             self._bind()
         for index in blueprint.compiled:
             self.modules[index]._initialize()  # binds its forward to the copy
-        self._resettable = [*self.attributes, *_registered(MEMBERS, self.attributes)]
-        self._filled = list(filter(None, self._resettable))
-        self._made_with = list(map(dict, self._filled))
-        """The attributes and members between calls: children, and no tensors."""
-        self._hooks = _registered(HOOKS, self.attributes)
-        self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        # A free-threaded build counts the references of each thread apart.
-        can_count = not is_free_threaded_build()
-        self._can_recycle = can_count and not any(blueprint.replicating)
         self._arriving: list[dict[str, Any]] = []
-        self._fingerprint = self._take_fingerprint()
+        events = arrivals.events(device)
+        for own in self.attributes if events else ():
+            plain = own["_parameters"]
+            if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
+                own["_parameters"] = ArrivingParameters(plain, device, awaited)
+                self._arriving.append(own)
+        for rnn in self.modules:
+            # Or flatten_parameters() in forward would be that of the original. A weight that
+            # forward computes, as in DropConnect, is not there yet.
+            if isinstance(rnn, nn.RNNBase):
+                rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
 
     def _bind(self) -> None:
         """Bind methods and hooks to the copies.
@@ -171,68 +174,18 @@ class Replica:
         dictionaries = [*self.attributes, *_registered(HOOKS, self.attributes)]
         for index, key, value in self._blueprint.bound:
             own = dictionaries[index]
-            own[key] = strong = _bind(value, copies)
-            self._bound.append((own, key, strong, functools.partial(_call_bound, value, copies)))
+            own[key] = _bind(value, copies)
+            self._bound.append((own, key, functools.partial(_call_bound, value, copies)))
 
     def __del__(self) -> None:
-        for own, key, _, weak in self._bound:
+        for own, key, weak in self._bound:
             own[key] = weak
-
-    def begin(
-        self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals
-    ) -> None:
-        """Register the tensors of a call.
-
-        Args:
-            tensors: a copy of each tensor, which may still be on its way.
-            device: their device.
-            arrivals: the events to wait for before a parameter is used.
-        """
-        for own, name, position in self._slots:
-            own[name] = tensors[position]
-        events = arrivals.events(device)
-        for own in self.attributes if events else ():
-            plain = own["_parameters"]
-            if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
-                own["_parameters"] = ArrivingParameters(plain, device, awaited)
-                self._arriving.append(own)
-        for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
-            # A weight that forward computes, as in DropConnect, is not there yet.
-            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
     def stop_waiting(self) -> None:
         """Replace parameters that wait for their arrival by plain dictionaries."""
         while self._arriving:
             own = self._arriving.pop()
             own["_parameters"] = own["_parameters"].data
-
-    def end(self) -> bool:
-        """Reset the replica after a call, or return False if it must not be used again.
-
-        It must not be used if its modules are still referred to, or have changed in a way that is
-        not reset. Activation checkpointing, for example, keeps modules, or dictionaries of them,
-        until backward. Then nothing is removed.
-        """
-        if not self._can_recycle or self._fingerprint != self._take_fingerprint():
-            return False
-        deque(map(dict.clear, filter(None, self._resettable)), maxlen=0)  # a loop in C
-        deque(map(dict.update, self._filled, self._made_with), maxlen=0)
-        return True
-
-    def _take_fingerprint(self) -> tuple[list[Any], ...]:
-        """Return the state that a call must not change if the replica is to be used again.
-
-        These are the references to modules and their dictionaries, weak ones included, the classes
-        of modules and their hooks.
-        """
-        # sys.getrefcount counts local variables, so none may hold a module.
-        bound, hooks = [strong for _, _, strong, _ in self._bound], filter(None, self._hooks)
-        return (
-            list(map(sys.getrefcount, chain(self.modules, self._filled, bound))),
-            list(map(weakref.getweakrefcount, self.modules)),
-            list(map(type, self.modules)),
-            list(map(id, chain.from_iterable(map(dict.values, hooks)))),
-        )
 
 
 def _shallow_copy(module: nn.Module, replicates_itself: bool) -> nn.Module:

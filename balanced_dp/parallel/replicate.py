@@ -36,7 +36,7 @@ _LOST = (
 
 
 class Replicator:
-    """Replicate a module for each call, and recycle the replicas.
+    """Replicate a module for each call.
 
     Replicas differ from those of ``torch.nn.parallel.replicate``:
 
@@ -56,8 +56,7 @@ class Replicator:
 
     def __init__(self) -> None:
         self.copies = ParameterCopies()
-        self._pool: tuple[Blueprint, list[Replica]] | None = None
-        """The blueprint of the module, and replicas that wait for the next call."""
+        self._blueprint: Blueprint | None = None
         self._num_calls = 0
         self._warned: set[str] = set()
 
@@ -82,10 +81,9 @@ class Replicator:
             RuntimeError: a parameter or buffer is elsewhere, the module cannot be replicated, or a
                 parameter was changed inside ``copies.shared()``.
         """
-        pool = self._pool
-        if pool is None or not pool[0].is_of(network):
-            self._pool = pool = (Blueprint(network), [])
-        blueprint = pool[0]
+        blueprint = self._blueprint
+        if blueprint is None or not blueprint.is_of(network):
+            self._blueprint = blueprint = Blueprint(network)
         if homes:
             check_on_device(blueprint.parameters, *homes)
             check_on_device(blueprint.buffers, homes[0])
@@ -96,13 +94,13 @@ class Replicator:
         tensors = [[*copies[device], *own] for device, own in pairs]
         self._num_calls += 1
         looks = self._num_calls.bit_count() == 1  # in the first, second, fourth call and so on
-        return Replicas(*pool, devices, tensors, arrivals, looks)
+        return Replicas(blueprint, devices, tensors, arrivals, looks)
 
     @contextlib.contextmanager
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
         """Context manager that keeps the writes of replicas to parameters and buffers.
 
-        At its end, the replicas are recycled. It does nothing for replicas of another class.
+        It does nothing for replicas of another class.
 
         Warns:
             BalanceWarning: once for each attribute that forward sets, and for each parameter or
@@ -121,11 +119,7 @@ class Replicator:
             self._warned.update(new)
             if new:
                 warn(f"{type(network).__name__} {message.format(', '.join(new))}")
-        replicas.recycle()
-
-    def release(self) -> None:
-        """Release the replicas that wait for the next call."""
-        self._pool = None
+        replicas.drop()
 
 
 def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> None:
@@ -170,7 +164,6 @@ class Replicas(list[ModuleT]):
 
     Args:
         blueprint: the blueprint of the module.
-        waiting: replicas of other calls, to which these return.
         devices: the devices of the replicas.
         tensors: the tensors of each replica, in the order of the blueprint.
         arrivals: the parameters that are on their way.
@@ -181,23 +174,16 @@ class Replicas(list[ModuleT]):
     def __init__(
         self,
         blueprint: Blueprint,
-        waiting: list[Replica],
         devices: Sequence[torch.device],
         tensors: list[list[torch.Tensor]],
         arrivals: Arrivals,
         looks: bool,
     ) -> None:
-        self._blueprint, self._waiting = blueprint, waiting
-        self._tensors, self._arrivals = tensors, arrivals
+        self._blueprint, self._tensors, self._arrivals = blueprint, tensors, arrivals
         self._device_keys = {*devices, *map(str, devices)}
         self._replicas: list[Replica] = []
         for own, device in zip(tensors, devices, strict=True):
-            try:
-                replica = waiting.pop()
-            except IndexError:  # none waits, or another thread has just taken the last one
-                replica = Replica(blueprint)
-            replica.begin(own, device, arrivals)
-            self._replicas.append(replica)
+            self._replicas.append(Replica(blueprint, own, device, arrivals))
         super().__init__(replica.modules[0] for replica in self._replicas)
         pairs = zip(blueprint.tensors, tensors[0], strict=True)
         self._away = [(original, copy) for original, copy in pairs if copy is not original]
@@ -270,15 +256,10 @@ class Replicas(list[ModuleT]):
             found[_LOST] += [path(index, name) for name in names]
         return found
 
-    def recycle(self) -> None:
-        """Make the replicas available to the next call. The list is empty afterwards."""
-        self.clear()
-        self._tensors.clear()
-        self._stamps.clear()
-        while self._replicas:
-            if self._replicas[-1].end():
-                self._waiting.append(self._replicas[-1])
-            self._replicas.pop()
+    def drop(self) -> None:
+        """Let go of all tensors, before the outputs are gathered."""
+        for part in (self, self._replicas, self._tensors, self._away, self._stamps):
+            part.clear()
 
 
 def _lost(kind: type, before: _State, after: _State) -> list[str]:

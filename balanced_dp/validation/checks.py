@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -155,8 +155,7 @@ def _gradients(devices: Sequence[torch.device]) -> Iterator[Check]:
     for what, calls in cases.items():
         found = []
         for gpu0_bsz, batch in calls:
-            with closing(BalancedDataParallel(gpu0_bsz, module, devices)) as model:
-                result = model.check(batch)
+            result = BalancedDataParallel(gpu0_bsz, module, devices).check(batch)
             found += [(one.relative, one.what, result.chunk_sizes) for one in result.differences]
         worst, name, chunk_sizes = max(found, default=(0.0, "", ()))
         note = f"{name}, chunks of {chunk_sizes}" if found else "up to rounding in float64"
@@ -210,8 +209,7 @@ def _time(workload: Workload, batch_size: int, devices: Sequence[torch.device]) 
         synchronize(devices[0])
         return time.perf_counter() - start
 
-    with closing(ours):
-        times = [tuple(map(seconds, models)) for _ in range(3 + 20)][3:]  # 3 to warm up
+    times = [tuple(map(seconds, models)) for _ in range(3 + 20)][3:]  # 3 to warm up
     medians = [statistics.median(own) for own in zip(*times, strict=True)]
     ratio = medians[0] / medians[1]
     note = "{:.1f} ms, nn.DataParallel {:.1f} ms".format(*(1e3 * median for median in medians))

@@ -198,4 +198,3 @@ def test_a_wrapped_module_may_hold_another_one(devices):
         model = BalancedDataParallel(1, nn.Sequential(inner.module), devices[:2])
     for _ in range(2):
         torch.testing.assert_close(model(x), inner.module(x.to(devices[0])))
-    inner.close()

@@ -48,7 +48,6 @@ def split_loop(devices: Any, module: nn.Module | None = None, **options: Any) ->
     loop.adopt(model)
     with loop.recording():
         yield loop, model
-    model.close()
 
 
 def recorded(devices: Any, steps: Iterable[Sequence[int]], **options: Any) -> Loop:
@@ -146,7 +145,6 @@ def test_two_models_and_optimizers_share_a_split(gpu0_bsz, devices):
             each(torch.ones(32, 64, device=devices[0])).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        other.close()
     assert loop.num_iterations == 11 and len(loop.options) > (gpu0_bsz == "auto") + 1
     assert model.split(32) == other.split(32) == loop.split(32)
     assert all(min(option.peak_bytes) > other.module.weight.nbytes for option in loop.options)
