@@ -1,8 +1,4 @@
-"""A replica of a module: a shallow copy that has tensors of its own.
-
-What all replicas of a module have in common is in its ``Blueprint``, which is kept for the next
-call as long as the module holds the same objects as when it was made.
-"""
+"""A replica of a module: a shallow copy that has tensors of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ _Place = tuple[int, str, str, int]
 
 
 class Blueprint:
-    """The parts that all replicas of a module have in common.
+    """The parts that all replicas of a call have in common.
 
     Args:
         network: the module.
@@ -72,9 +68,6 @@ class Blueprint:
         self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
         self.replicating = list(map(_replicates_itself, self.modules))
-        members = _registered((*MEMBERS, *HOOKS), own)
-        self._filled, self._empty = list(filter(None, members)), [d for d in members if not d]
-        self._contents = self._take_contents()
 
     def _members(self, kind: str) -> list[_Member]:
         """Return all members of a kind, in the order of registration."""
@@ -84,27 +77,6 @@ class Blueprint:
     def path(self, index: int, name: str) -> str:
         """Return the dotted path of an attribute of a module."""
         return f"{self.names[index]}.{name}".lstrip(".")
-
-    def is_of(self, network: nn.Module) -> bool:
-        """Return whether ``network`` is the module, and its attributes have not changed."""
-        *before, values_before = self._contents
-        *now, values_now = self._take_contents()
-        is_same = self.modules[0] is network and before == now and not any(self._empty)
-        return is_same and all(map(operator.is_, values_before, values_now))
-
-    def _take_contents(self) -> tuple[list[Any], ...]:
-        """Return the types of the modules, and the sizes, keys and values of their dictionaries.
-
-        Compare the values by identity, since not all of them support equality. Those of a
-        ``__dict__`` include the dictionaries of members and hooks, so these are still the same.
-        """
-        dictionaries = [*[module.__dict__ for module in self.modules], *self._filled]
-        return (
-            list(map(type, self.modules)),
-            list(map(len, dictionaries)),
-            list(chain.from_iterable(dictionaries)),
-            list(chain.from_iterable(map(dict.values, dictionaries))),
-        )
 
 
 def _each_once(members: Sequence[_Member]) -> list[Any]:

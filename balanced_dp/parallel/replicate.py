@@ -56,7 +56,6 @@ class Replicator:
 
     def __init__(self) -> None:
         self.copies = ParameterCopies()
-        self._blueprint: Blueprint | None = None
         self._num_calls = 0
         self._warned: set[str] = set()
 
@@ -81,9 +80,7 @@ class Replicator:
             RuntimeError: a parameter or buffer is elsewhere, the module cannot be replicated, or a
                 parameter was changed inside ``copies.shared()``.
         """
-        blueprint = self._blueprint
-        if blueprint is None or not blueprint.is_of(network):
-            self._blueprint = blueprint = Blueprint(network)
+        blueprint = Blueprint(network)
         if homes:
             check_on_device(blueprint.parameters, *homes)
             check_on_device(blueprint.buffers, homes[0])
