@@ -114,8 +114,7 @@ def _capacities(num_devices: int, memory: Any) -> list[int]:
     if memory is None:
         return [sys.maxsize] * num_devices
     is_one = isinstance(memory, str | bytes) or not isinstance(memory, Sequence)
-    sizes: list[Any] = [memory] * num_devices if is_one else list(memory)
-    capacities = [parse_bytes(size) for size in sizes]
+    capacities = [parse_bytes(size) for size in ([memory] * num_devices if is_one else memory)]
     if len(capacities) != num_devices:
         fact = f"memory must be one size or one for each of the {num_devices} devices"
         raise ArgumentError(f"{fact}, got {len(capacities)} sizes")

@@ -58,9 +58,8 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         if source.device != target.device:
             set_label(target, _copy_label(source, target.device, machine))
     else:
-        is_parameter = isinstance(source, torch.nn.Parameter)
-        fresh = (Label.OTHER,)
-        set_label(target, Label.PARAMETER if is_parameter else Label.INPUT, over=fresh)
+        label = Label.PARAMETER if isinstance(source, torch.nn.Parameter) else Label.INPUT
+        set_label(target, label, over=(Label.OTHER,))
     return target
 
 

@@ -135,6 +135,7 @@ _BY_NAMES: dict[tuple[str, ...], Callable[..., Any]] = {
     ("_cuda_maybeExchangeDevice", "_accelerator_maybeExchangeDevice"): exchange_device,
     ("_cuda_synchronize", "_accelerator_synchronizeDevice"): device_module.synchronize,
     ("_cuda_emptyCache", "_accelerator_emptyCache", "_cuda_ipc_collect"): _always(None),
+    ("_cuda_setMemoryFraction", "_cuda_set_sync_debug_mode"): _always(None),
     ("_cuda_memoryStats", "_accelerator_getDeviceStats"): _memory_stats,
     ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"): (
         lambda index: ledger_of(index).reset_script_peak()

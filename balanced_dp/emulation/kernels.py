@@ -173,8 +173,7 @@ def _attention(
         seed = int(torch.randint(2**31, (), generator=generator, device=CPU))
     run = partial(_attend, options=(dropout_p, is_causal, scale, seed))
     func, num_rows = aten.scaled_dot_product_attention.default, math.prod(query.shape[:3])
-    tensors = query, key, value, attn_mask
-    return _fused(func, run, num_rows, *tensors)[0]
+    return _fused(func, run, num_rows, query, key, value, attn_mask)[0]
 
 
 def _is_fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
@@ -187,8 +186,7 @@ def _is_fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal:
         return False
     if mask is not None and (mask.requires_grad or is_causal):
         return False
-    batch, num_heads, _, head_dim = q.shape
-    return k.shape == v.shape == (batch, num_heads, k.size(2), head_dim)
+    return k.shape == v.shape == (*q.shape[:2], k.size(2), q.size(3))
 
 
 def _attend(
@@ -250,12 +248,18 @@ class _Fused(torch.autograd.Function):
         dtype = torch.promote_types(elems[0].dtype, torch.float32)
         outputs, kept = wrapped.wrap((run(*elems), elems[0].new_empty(num_kept, dtype=dtype)))
         ctx.func, ctx.run = func, run
-        ctx.save_for_backward(*inputs, *outputs, kept)
+        ctx.save_for_backward(*inputs, outputs[0], kept)  # cuDNN keeps no final states
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        # As with cuDNN, differentiating twice is an error, also if these have no graph.
+        given = [g.detach().requires_grad_() for g in grads] if torch.is_grad_enabled() else grads
+        return _Fused._backward(ctx, *given)
+
+    @staticmethod
+    @once_differentiable
+    def _backward(ctx: Any, *grads: Any) -> Any:
         needs = ctx.needs_input_grad[3:]
         inputs = ctx.saved_tensors[: len(needs)]  # read once: checkpoints refuse a second time
         wrapped = Wrapped(ctx.func)

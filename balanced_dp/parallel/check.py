@@ -49,7 +49,7 @@ class CheckResult:
         if sum(map(bool, self.chunk_sizes)) < 2:
             return f"{what}: the batch is not split, so nothing can differ; give a larger one"
         if not self.differences:
-            return f"{what}: all equal the whole batch's"
+            return f"{what}: all equal the whole batch's" if self.num_compared else f"{what}: none"
         width = max(len(one.what) for one in self.differences)
         lines = [f"{what:{width}}  {size:9.2e}  {why}" for what, size, why in self.differences]
         head = f"{what}: {len(lines)} differ from the whole batch's"
@@ -75,10 +75,11 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         twin = copy.deepcopy(parallel, {id(module): alone})
         twin.gpu0_bsz = parallel.gpu0_bsz  # a number, so that "auto" does not change
         twin.gathers_outputs, twin.spread = True, False
-        batches = (twin.scatter(inputs, kwargs, twin.devices[:1]) for _ in range(2))
+        batches = (twin.scatter(*_copied(inputs, kwargs), twin.devices[:1]) for _ in range(2))
         whole, again = (_results(alone, alone(*args, **kw)) for [args], [kw] in batches)
         del alone
         twin.module = copied = copy.deepcopy(module).eval()
+        inputs, kwargs = _copied(inputs, kwargs)
         split = _results(copied, twin(*inputs, **kwargs))
     reasons = [str(one.message) for one in told if one.category is BalanceWarning]
     causes = [reason.partition(": ")[2].partition(". ")[0] for reason in reasons]
@@ -92,6 +93,12 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
             found.append(Difference(name, size, why))
     found.sort(key=lambda one: -one.relative)
     return CheckResult(twin.chunk_sizes or (), len(whole), tuple(found))
+
+
+def _copied(*values: Any) -> Any:
+    """Return values with copies of their tensors, which forward may write to."""
+    tensors = (pair for pair in nested.leaves(values) if isinstance(pair[1], Tensor))
+    return nested.replaced(values, {path: tensor.clone() for path, tensor in tensors})
 
 
 def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:

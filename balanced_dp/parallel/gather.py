@@ -89,11 +89,13 @@ class Gather:
         are_items = {sizes[0]} in lengths or (bool(lengths) and not any(lengths))
         # A list of one item is one output, but a list of one dictionary may be one detection.
         may_be_entries = sizes[0] > 1 or isinstance(lists[0][0], MutableMapping)
-        if are_items and isinstance(lists[0], list) and may_be_entries:
-            reason = f"it is as long as each chunk, {sizes[0]}, and is joined item by item"
+        is_list, is_same = isinstance(lists[0], list), all(_equal(lists[0], o) for o in lists)
+        if is_list and (may_be_entries if are_items else is_same):
+            how = "joined item by item" if are_items else "equal everywhere, so returned once"
+            reason = f"it is as long as each chunk, {sizes[0]}, and is {how}"
             remedy = "Return a tensor of entries of samples, or a tuple of items of all samples"
             self.call.warn(path, reason, remedy)
-        return not are_items and (bool(lengths) or not all(_equal(lists[0], o) for o in lists))
+        return not are_items and (bool(lengths) or not is_same)
 
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
         first, how = tensors[0], self.call.scalar_outputs

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import operator
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,30 +21,21 @@ _CARRIERS = (types.MethodType, functools.partial)
 """Attributes that may hold modules, and must hold their copies in a replica: hooks and ``forward``.
 """
 
-_Member = tuple[int, str, str, Any]
-"""The index of a module, a kind of members, the name of one, and the member."""
-
-_Place = tuple[int, str, str, int]
-"""The same with the position of the member in a list."""
-
 
 class Blueprint:
-    """The parts that all replicas of a call have in common.
+    """The parts of a module that replicas copy.
 
     Args:
         network: the module.
 
     Attributes:
         names, modules: its submodules, each once, with itself as the first.
-        tensors: the parameters and then the buffers of the modules, each once, in the order of
-            registration: neighbors are used together.
-        parameters, buffers: both of them alone.
-        places: where the tensors are registered.
-        children: where submodules are.
-        bound: the values that may be bound to modules: the index of a dictionary among those with
-            attributes and hooks, the key, and the value.
-        compiled: the indices of the modules that are results of ``torch.compile``.
-        replicating: for each module, whether it overrides ``_replicate_for_data_parallel``.
+        parameters, buffers: its tensors, each once, in the order of registration: neighbors are
+            used together.
+        tensors: both by name.
+        bound: the values that may be bound to modules: the index of a module, the attribute with
+            its hooks or "" for the module's own attributes, the key, and the value.
+        has_compiled: whether a module is the result of ``torch.compile``.
 
     Raises:
         RuntimeError: a submodule is scripted or compiled in place.
@@ -56,40 +45,28 @@ class Blueprint:
         self.names, self.modules = map(list, zip(*network.named_modules(), strict=True))
         for module in self.modules:
             _check_replicable(module)
-        parameters, buffers = self._members("_parameters"), self._members("_buffers")
-        self.parameters: list[torch.Tensor] = _each_once(parameters)
-        self.tensors: list[torch.Tensor] = _each_once(parameters + buffers)
-        self.buffers = self.tensors[len(self.parameters) :]
-        self.places = _places(parameters + buffers, self.tensors)
-        self.children = _places(self._members("_modules"), self.modules)
-        own = [module.__dict__ for module in self.modules]
-        places = enumerate([*own, *_registered(HOOKS, own)])
-        items = [(i, *item) for i, dictionary in places for item in dictionary.items()]
-        self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
-        self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
-        self.replicating = list(map(_replicates_itself, self.modules))
-
-    def _members(self, kind: str) -> list[_Member]:
-        """Return all members of a kind, in the order of registration."""
-        own = [(i, module.__dict__[kind].items()) for i, module in enumerate(self.modules)]
-        return [(i, kind, name, v) for i, items in own for name, v in items if v is not None]
-
-    def path(self, index: int, name: str) -> str:
-        """Return the dotted path of an attribute of a module."""
-        return f"{self.names[index]}.{name}".lstrip(".")
-
-
-def _each_once(members: Sequence[_Member]) -> list[Any]:
-    return list({id(member): member for _, _, _, member in members}.values())
-
-
-def _places(members: Sequence[_Member], values: Sequence[Any]) -> list[_Place]:
-    positions = {id(value): position for position, value in enumerate(values)}
-    return [(i, kind, name, positions[id(member)]) for i, kind, name, member in members]
+        # Whatever parameters() of a class leaves out.
+        parameters = dict(nn.Module.named_parameters(network))
+        buffers = dict(nn.Module.named_buffers(network))
+        self.parameters: list[torch.Tensor] = [*parameters.values()]
+        self.buffers = [*buffers.values()]
+        self.tensors: dict[str, torch.Tensor] = {**parameters, **buffers}
+        self.bound = [
+            (index, kind, key, value)
+            for index, module in enumerate(self.modules)
+            for kind in ("", *HOOKS)
+            for key, value in (module.__dict__[kind] if kind else module.__dict__).items()
+            if isinstance(value, _CARRIERS)
+        ]
+        self.has_compiled = any("_orig_mod" in module._modules for module in self.modules)
 
 
 class Replica:
     """Shallow copies of the modules of a network.
+
+    A method in the dictionary of its module makes a cycle, and the memory of the replica would wait
+    for the garbage collector. So its place is taken in the end by one that is bound when it is
+    called, for those who keep the module.
 
     Args:
         blueprint: the blueprint of the network.
@@ -99,7 +76,6 @@ class Replica:
 
     Attributes:
         modules: the copies of its modules; the first is the copy of the network itself.
-        attributes: the ``__dict__`` of each copy.
     """
 
     def __init__(
@@ -110,44 +86,33 @@ class Replica:
         arrivals: Arrivals,
     ) -> None:
         self._bound: list[tuple[dict[Any, Any], Any, Any]] = []
-        self._blueprint = blueprint
-        self.modules: list[Any] = [*map(_shallow_copy, blueprint.modules, blueprint.replicating)]
-        self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
-        for index, kind, name, position in blueprint.children:
-            self.attributes[index][kind][name] = self.modules[position]
-        for index, kind, name, position in blueprint.places:
-            self.attributes[index][kind][name] = tensors[position]
-        if blueprint.bound:
-            self._bind()
-        for index in blueprint.compiled:
-            self.modules[index]._initialize()  # binds its forward to the copy
         self._arriving: list[dict[str, Any]] = []
+        self.modules: list[Any] = [*map(_shallow_copy, blueprint.modules)]
+        pairs = list(zip(blueprint.modules, self.modules, strict=True))
+        modules = weakref.WeakValueDictionary(pairs)
+        for index, kind, key, value in blueprint.bound:
+            own = vars(self.modules[index])[kind] if kind else vars(self.modules[index])
+            own[key] = _bind(value, modules)
+            self._bound.append((own, key, functools.partial(_call_bound, value, modules)))
+        copies: dict[int, Any] = {id(original): copy for original, copy in pairs}
+        copies |= zip(map(id, blueprint.tensors.values()), tensors, strict=True)
         events = arrivals.events(device)
-        for own in self.attributes if events else ():
-            plain = own["_parameters"]
+        for original, copy in pairs:
+            own = vars(copy)
+            for kind in MEMBERS:
+                members = vars(original)[kind].items()
+                own[kind] = {name: copies.get(id(value), value) for name, value in members}
+            if plain := own["_parameters"]:
+                own["register_parameter"] = functools.partial(_register_parameter, plain)
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
                 own["_parameters"] = ArrivingParameters(plain, device, awaited)
                 self._arriving.append(own)
-        for rnn in self.modules:
-            # Or flatten_parameters() in forward would be that of the original. A weight that
-            # forward computes, as in DropConnect, is not there yet.
-            if isinstance(rnn, nn.RNNBase):
-                rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
-
-    def _bind(self) -> None:
-        """Bind methods and hooks to the copies.
-
-        A method in the dictionary of its module makes a cycle, and the memory of the replica would
-        wait for the garbage collector. So its place is taken in the end by one that is bound when
-        it is called, for those who keep the module.
-        """
-        pairs = zip(self._blueprint.modules, self.modules, strict=True)
-        copies = weakref.WeakValueDictionary(pairs)
-        dictionaries = [*self.attributes, *_registered(HOOKS, self.attributes)]
-        for index, key, value in self._blueprint.bound:
-            own = dictionaries[index]
-            own[key] = _bind(value, copies)
-            self._bound.append((own, key, functools.partial(_call_bound, value, copies)))
+            if "_orig_mod" in own["_modules"]:
+                copy._initialize()  # binds its forward to the copy
+            if isinstance(copy, nn.RNNBase):
+                # Or flatten_parameters() in forward would be that of the original. A weight that
+                # forward computes, as in DropConnect, is not there yet.
+                copy._flat_weights = [getattr(copy, n, None) for n in copy._flat_weights_names]
 
     def __del__(self) -> None:
         for own, key, weak in self._bound:
@@ -160,9 +125,13 @@ class Replica:
             own["_parameters"] = own["_parameters"].data
 
 
-def _shallow_copy(module: nn.Module, replicates_itself: bool) -> nn.Module:
+_DEFAULTS = [kind._replicate_for_data_parallel for kind in (nn.Module, nn.RNNBase)]
+"""RNNs override it to get flat weights of their own, which ``Replica`` gives them."""
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
     copy: nn.Module
-    if replicates_itself:
+    if type(module)._replicate_for_data_parallel not in _DEFAULTS:
         copy = module._replicate_for_data_parallel()
     else:
         copy = object.__new__(type(module))  # its own __new__ may need arguments
@@ -171,12 +140,8 @@ def _shallow_copy(module: nn.Module, replicates_itself: bool) -> nn.Module:
     own = copy.__dict__
     for kind in HOOKS:
         own[kind] = own[kind].copy()
-    for kind in MEMBERS:
-        own[kind] = dict(module.__dict__[kind])  # a plain one, also in a replica of a replica
     if type(module).zero_grad is nn.Module.zero_grad:
         own["zero_grad"] = _OF_REPLICAS.zero_grad
-    if own["_parameters"]:
-        own["register_parameter"] = functools.partial(_register_parameter, own["_parameters"])
     return copy
 
 
@@ -206,21 +171,6 @@ def _bind(value: Any, copies: Mapping[Any, Any]) -> Any:
 
 def _call_bound(value: Any, copies: Mapping[Any, Any], *args: Any, **kwargs: Any) -> Any:
     return _bind(value, copies)(*args, **kwargs)
-
-
-def _registered(kinds: Sequence[str], attributes: list[dict[str, Any]]) -> list[dict[Any, Any]]:
-    """Return the dictionaries in which modules with these attributes store members or hooks."""
-    return list(chain.from_iterable(map(operator.itemgetter(*kinds), attributes)))
-
-
-def _replicates_itself(module: nn.Module) -> bool:
-    """Return whether a module overrides ``_replicate_for_data_parallel``.
-
-    RNNs do to get flat weights of their own, which ``Replica`` gives them.
-    """
-    defaults = (nn.Module, nn.RNNBase)
-    own = type(module)._replicate_for_data_parallel
-    return own not in [kind._replicate_for_data_parallel for kind in defaults]
 
 
 def _check_replicable(module: nn.Module) -> None:

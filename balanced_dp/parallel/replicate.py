@@ -85,7 +85,7 @@ class Replicator:
             check_on_device(blueprint.parameters, *homes)
             check_on_device(blueprint.buffers, homes[0])
         copies, arrivals = self.copies.on(devices, blueprint.parameters)
-        if blueprint.compiled or Arrivals.are_traced:
+        if blueprint.has_compiled or Arrivals.are_traced:
             arrivals.wait()
         pairs = zip(devices, _buffers_of_replicas(devices, blueprint.buffers), strict=True)
         tensors = [[*copies[device], *own] for device, own in pairs]
@@ -182,7 +182,7 @@ class Replicas(list[ModuleT]):
         for own, device in zip(tensors, devices, strict=True):
             self._replicas.append(Replica(blueprint, own, device, arrivals))
         super().__init__(replica.modules[0] for replica in self._replicas)
-        pairs = zip(blueprint.tensors, tensors[0], strict=True)
+        pairs = zip(blueprint.tensors.values(), tensors[0], strict=True)
         self._away = [(original, copy) for original, copy in pairs if copy is not original]
         noted = chain(*tensors) if looks else (copy for _, copy in self._away)
         self._stamps = [(tensor, _stamp(tensor)) for tensor in noted]
@@ -232,16 +232,15 @@ class Replicas(list[ModuleT]):
         found: dict[str, list[str]] = {_DIFFERENT: [], _LOST: []}
         if not self._states:
             return found
-        path, replica = self._blueprint.path, self._replicas[0]
-        for index, _, name, position in self._blueprint.places:
-            first, *others = own = [tensors[position] for tensors in self._tensors]
+        replica = self._replicas[0]
+        for name, *own in zip(self._blueprint.tensors, *self._tensors, strict=True):
             is_written = not written.isdisjoint(map(id, own))
-            if is_written and not all(_are_equal(first, copy) for copy in others):
-                found[_DIFFERENT].append(path(index, name))
+            if is_written and not all(_are_equal(own[0], copy) for copy in own[1:]):
+                found[_DIFFERENT].append(name)
         # Members that are tied or exchanged are not lost.
         members = set(map(id, (None, *replica.modules, *self._tensors[0])))
-        for index, original in enumerate(self._blueprint.modules):
-            copy = replica.modules[index]
+        modules = zip(self._blueprint.names, self._blueprint.modules, replica.modules, strict=True)
+        for (path, original, copy), before in zip(modules, self._states, strict=True):
             registered = {**copy._modules, **copy._parameters}.items()
             names = [name for name, value in registered if id(value) not in members]
             # Code around torch's modules sets their weights, and these hold no state of their own.
@@ -249,8 +248,8 @@ class Replicas(list[ModuleT]):
                 for module in (original, copy):
                     state = self._state(module).items()
                     after = {k: pair for k, pair in state if id(pair[0]) not in members}
-                    names += _lost(type(original), self._states[index], after)
-            found[_LOST] += [path(index, name) for name in names]
+                    names += _lost(type(original), before, after)
+            found[_LOST] += [f"{path}.{name}".lstrip(".") for name in names]
         return found
 
     def drop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -167,7 +168,10 @@ class Inputs:
         if children is None:
             self._warn_if_it_hides_tensors(value, path)
             return [value] * len(devices)
-        return [nested.rebuild(value, row) for row in self._rows(children, split)]
+        rows = self._rows(children, split)
+        if len(rows) == 1 and all(map(operator.is_, rows[0], (child for _, child in children))):
+            return [value]  # what forward writes to it is not lost
+        return [nested.rebuild(value, row) for row in rows]
 
     def _chunks(self, tensor: torch.Tensor, path: str, split: Split) -> Sequence[torch.Tensor]:
         """Return the chunk of a tensor for each device, not yet moved."""

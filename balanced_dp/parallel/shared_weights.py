@@ -153,7 +153,11 @@ class _Block:
         for node in self._deferring:
             pairs = zip(node.originals, _bring(node), strict=True)
             if present := [(original, grad) for original, grad in pairs if grad is not None]:
+                # Those frozen after their backward pass, too.
+                frozen = [p.requires_grad_() for p, _ in present if not p.requires_grad]
                 torch.autograd.backward([p for p, _ in present], [g for _, g in present])
+                for parameter in frozen:
+                    parameter.requires_grad_(False)
             node.gathered = None
         versions = (self._versions or {}).items()
         if any(version not in (None, parameter._version) for parameter, version in versions):

@@ -235,6 +235,10 @@ def test_recurrent_layers_are_one_kernel(devices, kind):
     assert "Fused" not in run(devices[0], dropout=0.5)[0].grad_fn.name()
     net, x = kind(8, 8, 2).to(devices[0]), torch.zeros(99, 9, 8, device=devices[0])
     one_kernel = peak_growth(devices[0], lambda: net(x)[0].sum().backward())
+    net(x)[1][0].mul_(2).sum().backward()  # no kernel keeps the final states
+    state = net(x.requires_grad_())[1][0]
+    with pytest.raises(RuntimeError, match="differentiate twice"):  # it left out terms
+        torch.autograd.grad(state.sum(), x, create_graph=True)[0].sum().backward()
     net.dropout = 1e-9
     assert one_kernel < 1.2 * peak_growth(devices[0], lambda: net(x)[0].sum().backward())
 

@@ -202,6 +202,12 @@ def test_detections_are_joined_by_image_or_warned_of(batch_size, num_boxes):
     assert len(found) == batch_size or "as long as each chunk" in str(told[0].message)
 
 
+def test_equal_lists_are_warned_of():
+    """They may be constants, or texts of samples that are all empty."""
+    with pytest.warns(BalanceWarning, match="as each chunk, 4, and is equal everywhere"):
+        assert split(lambda _, x: [""] * len(x), None, 2)(torch.ones(8)) == [""] * 4
+
+
 @pytest.mark.filterwarnings("ignore:.*rows for chunks")
 @pytest.mark.parametrize(("item", "num"), [(lambda x: [x], 2), (lambda x: {"a": x}, 8), (str, 8)])
 def test_a_tuple_of_lists_holds_outputs(item, num):

@@ -117,6 +117,23 @@ def test_check_shows_what_no_graph_shows(name):
     assert model.check(**given_to(UNSEEN[name])).differences
 
 
+def test_check_leaves_its_arguments_as_they_are():
+    """Both runs of the whole batch wrote to it, and differed."""
+    x = X.clone()
+    assert not make(lambda n, x, o: n.head(x.sub_(2)))[0].check(x).differences
+    torch.testing.assert_close(x, X)
+
+
+def test_jagged_tensors_in_forward():
+    def loss(n: Net, x: Tensor, o: Tensor) -> Any:
+        jagged = torch.nested.as_nested_tensor([*o.split(1)], layout=torch.jagged)
+        return jagged.to_padded_tensor(0.0).mean(), jagged.sum()
+
+    model, bare = make(loss)
+    with pytest.warns(BalanceWarning, match="it uses a jagged tensor"):
+        torch.testing.assert_close(model(X)[0], bare(X)[0])
+
+
 @pytest.mark.parametrize("num_devices", [0, 1])
 def test_check_without_a_split(num_devices, no_accelerator):
     model = BalancedDataParallel(1, nn.Linear(6, 2).double(), ["cpu"] if num_devices else None)

@@ -289,6 +289,14 @@ def test_what_goes_in_comes_out(kind, first, second, num_devices, batch_size, gp
         del echo, parallel
 
 
+@pytest.mark.parametrize("device_ids", [None, ["cpu"]])
+def test_what_forward_adds_to_an_argument(device_ids, no_accelerator):
+    """Without a split, the module is called as if by itself."""
+    add = Lambda(lambda m, given: given.setdefault("y", given["x"].sum()))
+    given = {"x": torch.ones(3)}
+    assert BalancedDataParallel(1, add, device_ids)(given) is given["y"]
+
+
 @dataclasses.dataclass
 class Derived:
     """Holds more than its fields."""

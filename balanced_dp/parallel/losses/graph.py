@@ -16,6 +16,7 @@ each other.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -297,8 +298,15 @@ def are_equal(numbers: Sequence[float], rel_tol: float = 1e-9) -> bool:
 
 
 def shape_of(node: Any, number: int = 0) -> Sequence[int]:
-    """Return the shape of an output of the operator of a node."""
-    shape: Sequence[int] = node._input_metadata[number].shape
+    """Return the shape of an output of the operator of a node.
+
+    Raises:
+        UnclearError: it is a jagged tensor, whose length is no number.
+    """
+    metadata = node._input_metadata[number]
+    if metadata.is_nested_tensor:
+        raise UnclearError("it uses a jagged tensor")
+    shape: Sequence[int] = metadata.shape
     return shape
 
 
@@ -334,7 +342,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
     stack: list[tuple[Edges, bool]] = [
         ([(one.grad_fn, one.output_nr) for one in own], True) for own in outputs
     ]
-    with looking_at_nodes:
+    with looking_at_nodes, contextlib.suppress(UnclearError):
         while stack:
             edges, is_loss = stack.pop()
             nodes = [node for node, _ in edges]
