@@ -71,30 +71,20 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
 
     Raises:
         ArgumentError: the device does not exist.
-        ArgumentTypeError: ``device_id`` is not an int, a string or a ``torch.device``.
     """
-    if isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device):
-        raise ArgumentTypeError(
-            f"a device must be an int, a string or a torch.device, got {device_id!r}"
+    if isinstance(device_id, int) and device_type is None:
+        raise ArgumentError(
+            f"device {device_id} does not exist: there is no accelerator. Leave device_ids out "
+            "to run without splitting, pass ['cpu', 'cpu'], or use emulate_devices"
         )
-    if isinstance(device_id, int):
-        if device_type is None:
-            raise ArgumentError(
-                f"device {device_id} does not exist: there is no accelerator. Leave device_ids out "
-                "to run without splitting, pass ['cpu', 'cpu'], or use emulate_devices"
-            )
-        if device_id < 0:
-            raise ArgumentError(f"a device index must not be negative, got {device_id}")
-        device = torch.device(device_type, device_id)
-    else:
-        try:
-            device = torch.device(device_id)
-            torch.get_device_module(device)
-        except RuntimeError as error:  # an unknown device type, or one without a device module
-            raise ArgumentError(f"there is no device {device_id!r}: {error}") from None
+    name = f"{device_type}:{device_id}" if isinstance(device_id, int) else device_id
+    try:
+        device = torch.device(name)
+        module = torch.get_device_module(device)
+    except (RuntimeError, TypeError) as error:  # unknown, or without a device module
+        raise ArgumentError(f"there is no device {device_id!r}: {error}") from None
     if device.type == "cpu":
         return torch.device("cpu")  # the device of CPU tensors has no index
-    module = torch.get_device_module(device)
     if (device.index or 0) >= module.device_count():
         raise ArgumentError(
             f"device {device} does not exist: there are {module.device_count()} of its type"

@@ -122,7 +122,7 @@ def test_ints_and_none_mean_emulated_devices(accelerator, monkeypatch):
             assert parallel(torch.randn(7, 4)).device == devices[1]
         assert BalancedDataParallel(1, module, [0, 0])(torch.randn(7, 4)).shape == (7, 2)
         for gpu0_bsz, wrong, message in (
-            (1, -1, "must not be negative, got -1"),
+            (1, -1, "there is no device -1: Invalid device string: 'lazy:-1'"),
             (1, 5, "lazy:5 does not exist: there are 3 of its type"),
             ("auto", 0, "needs distinct devices .* got .'lazy:0', 'lazy:0'"),
         ):
@@ -176,7 +176,7 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
         (ArgumentError, {"gpu0_bsz": "auto"}, "count their memory, got .*; give a number"),
         (ArgumentError, {"device_ids": [0, 1]}, "Leave device_ids out to run without splitting"),
         (ArgumentTypeError, {"device_ids": "cpu"}, "must be a list of devices, got 'cpu'"),
-        (ArgumentTypeError, {"device_ids": [1.0]}, "an int, a string or a torch.device, got 1.0"),
+        (ArgumentError, {"device_ids": [1.0]}, "there is no device 1.0: "),
     ],
 )
 def test_arguments_that_cannot_be_used(error, options, message, no_accelerator):
