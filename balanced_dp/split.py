@@ -7,7 +7,6 @@ import operator
 import reprlib
 from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Real
 from typing import SupportsIndex
 
 from .errors import ArgumentError, ArgumentTypeError
@@ -98,9 +97,13 @@ def split_by_weights(
         Largest-remainder (Hamilton's) method, https://en.wikipedia.org/wiki/Quota_method.
     """
     batch_size = as_integer("batch_size", batch_size, minimum=0)
-    weights = [_weight(index, weight) for index, weight in enumerate(device_weights)]
-    if not any(weights):
-        raise ArgumentError(f"device_weights must not all be 0, got {list(device_weights)}")
+    try:
+        weights = [Fraction(weight) for weight in map(float, device_weights)]
+    except (TypeError, ValueError, OverflowError):
+        weights = []
+    if not any(weights) or min(weights) < 0:
+        fact = "device_weights must be finite numbers of at least 0, not all 0"
+        raise ArgumentError(f"{fact}, got {[*device_weights]}")
     *others, first = _largest_remainders(batch_size, [*weights[1:], weights[0]])
     limit = first if gpu0_bsz is None else as_integer("gpu0_bsz", gpu0_bsz, minimum=0)
     if first <= limit or len(weights) == 1:
@@ -121,19 +124,6 @@ def _largest_remainders(batch_size: int, weights: Sequence[Fraction]) -> tuple[i
     for index in largest_first[: batch_size - sum(sizes)]:
         sizes[index] += 1
     return tuple(sizes)
-
-
-def _weight(index: int, value: object) -> Fraction:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentTypeError(
-            f"device_weights must be numbers, got {reprlib.repr(value)} for device {index}"
-        )
-    number = value if isinstance(value, int) else float(value)
-    if not 0 <= number < math.inf:
-        raise ArgumentError(
-            f"device_weights must be finite and at least 0, got {value} for device {index}"
-        )
-    return Fraction(number)
 
 
 def as_integer(name: str, value: object, minimum: int | None = None) -> int:

@@ -52,12 +52,10 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: split_batch(8, True, 2), TYPE, "num_devices must be an integer, got True"),
     (lambda: split_batch(8, 2, 2.0), TYPE, "gpu0_bsz must be an integer, got 2.0"),
     (lambda: split_batch(8, 2, None), TYPE, "gpu0_bsz must be an integer, got None"),
-    (lambda: split_by_weights(8, [0, 0]), VALUE, "must not all be 0, got [0, 0]"),
-    (lambda: split_by_weights(8, []), VALUE, "must not all be 0, got []"),
-    (lambda: split_by_weights(8, [1, -1]), VALUE, "at least 0, got -1 for device 1"),
-    (lambda: split_by_weights(8, [1, math.nan]), VALUE, "at least 0, got nan for device 1"),
-    (lambda: split_by_weights(8, [1, "2"]), TYPE, "numbers, got '2' for device 1"),
-    (lambda: split_by_weights(8, [1, True]), TYPE, "numbers, got True for device 1"),
+    *(
+        (partial(split_by_weights, 8, weights), VALUE, f"at least 0, not all 0, got {weights}")
+        for weights in ([0, 0], [], [1, -1], [1, math.nan], [1, math.inf], [1, "two"], [1, None])
+    ),
     (lambda: split_by_weights(8, [1, 0], 3), VALUE, "gpu0_bsz=3 leaves 5 samples to dev"),
     (lambda: split_by_weights(8, [1, 1], -1), VALUE, "gpu0_bsz must be at least 0, got -1"),
     (lambda: ranks(world_size=2), VALUE, "give rank0_bsz, weights or capacities"),
