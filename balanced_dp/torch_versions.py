@@ -25,7 +25,7 @@ NEEDED = """
     utils._pytree.tree_leaves utils._pytree.tree_map_only autograd.Function._backward_cls
     jit._builtins._register_builtin _C._nn.cross_entropy_loss _C._nn.nll_loss_nd
     _C._functorch.peek_interpreter_stack _C._functions.SumBackward0._input_metadata
-    _C._will_engine_execute_node _C._disabled_torch_function_impl _C._get_accelerator
+    _C._disabled_torch_function_impl _C._get_accelerator
 """
 """Without one of these, ``import balanced_dp`` raises an ImportError that names it."""
 
@@ -91,11 +91,3 @@ def run_at_once(node: Any) -> None:
     """
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(2**64 - 2)
-
-
-will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Return whether the running backward pass will run a node.
-
-Raises:
-    RuntimeError: ``torch.autograd.grad`` is running, which accumulates no gradients.
-"""

@@ -35,8 +35,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
 from ..devices import is_cuda, on_stream, side_stream
-from ..free_threading import looking_at_nodes
-from ..torch_versions import run_at_once, will_execute
+from ..torch_versions import run_at_once
 from .scatter import move
 
 BUCKET_BYTES = 25 * 2**20
@@ -327,47 +326,23 @@ class Broadcast(torch.autograd.Function):
         *originals: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return the copies, one of each original and on another device."""
-        ctx.gathered = None
-        ctx.lock = threading.Lock()
+        ctx.home = originals[0].device
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients on the originals' device, or add them to deferred ones."""
-        if ctx.gathered is None or torch.is_grad_enabled() or not _accumulates_all(ctx):
-            return None, None, *bring_to(ctx.originals[0].device, gradients)
-        with ctx.lock:  # calls that share the node may be in other threads
-            ctx.gathered = [
-                old if new is None else new if old is None else old + new
-                for old, new in zip(ctx.gathered, gradients, strict=True)
-            ]
-        return (None,) * (2 + len(gradients))
-
-
-def _accumulates_all(node: Any) -> bool:
-    """Return whether this backward pass accumulates the gradients of all parameters of a node.
-
-    ``torch.autograd.grad`` does not, nor does ``backward`` with ``inputs``.
-    """
-    try:
-        with looking_at_nodes:
-            edges = [edge for edge in node.next_functions if edge[0]]
-            if is_cuda(node.originals[0].device):
-                edges = edges[-1][0].next_functions  # of Receive
-            return all(will_execute(accumulator) for accumulator, _ in edges)
-    except RuntimeError:  # "we are currently running autograd.grad()"
-        return False
+        """Return the gradients on the originals' device."""
+        return None, None, *bring_to(ctx.home, gradients)
 
 
 def make_nodes(
     copies: Mapping[torch.device, list[torch.Tensor]], parameters: Sequence[torch.Tensor]
-) -> list[Any]:
-    """Make copies the outputs of autograd nodes, and return the nodes."""
+) -> None:
+    """Make copies the outputs of autograd nodes."""
     if any(map(is_cuda, copies)):
         _expect_gradients_of_other_streams()
     trained = [i for i, p in enumerate(parameters) if p.requires_grad]
-    nodes: list[Any] = []
     token = next_token = None
     # Backward starts with the last bucket.
     for bucket in reversed(fill_buckets([parameters[i] for i in trained])):
@@ -384,14 +359,10 @@ def make_nodes(
             parts = [own[i] for i in positions]
             with on_copy_stream(device):
                 parts = Broadcast.apply(parts, token, *received)  # type: ignore[no-untyped-call]
-            node: Any = parts[0].grad_fn
-            node.originals = originals
-            run_at_once(node)
-            nodes.append(node)
+            run_at_once(parts[0].grad_fn)
             for i, part in zip(positions, parts, strict=True):
                 own[i] = part
         token = next_token
-    return nodes
 
 
 def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -12,8 +12,7 @@ A call goes through the files of this folder::
 Autograd goes the same way back. ``Concatenate.backward`` in gather.py sends each device its part of
 the gradient. copies.py has copied the parameters to the other devices; its ``Broadcast.backward``
 copies their gradients to the device of the parameter, where autograd adds them up. Inside
-``shared_weights()`` it keeps a sum on each device, which shared_weights.py adds to ``.grad`` when
-the block ends.
+``shared_weights()`` all calls use the same copies.
 """
 
 from __future__ import annotations
@@ -365,18 +364,15 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return compare(self, inputs, kwargs)
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Share one weight broadcast and one gradient reduction across the block.
+        """Share one weight broadcast across the block.
 
-        For loops that do not change the weights: evaluation and gradient accumulation. Each device
-        adds up the gradients of its own chunks; when the block ends, the sums are added to
-        ``.grad``. Until then ``.grad`` holds only the gradients of the parameter's own device. Call
-        ``zero_grad()`` before the block; clip gradients and step the optimizer after it. Parameters
-        with hooks are exempt: their gradients arrive in each backward pass. Until the block ends,
-        other devices do not see writes through ``.data``, or the module's writes to frozen weights.
+        For loops that do not change the weights: evaluation and gradient accumulation. Step the
+        optimizer after the block: until it ends, other devices do not see writes through ``.data``,
+        or the module's writes to frozen weights.
 
         Raises:
-            RuntimeError: on a call or at the end, a parameter that requires grad was changed; or on
-                a call, one was replaced, frozen or unfrozen, or has got a hook.
+            RuntimeError: on a call, a parameter that requires grad was changed, or one was
+                replaced, frozen or unfrozen.
 
         Examples:
             >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])
