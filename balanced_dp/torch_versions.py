@@ -7,7 +7,6 @@ docs/versions.md lists the versions that were tested.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
 from typing import Any
 
 import torch
