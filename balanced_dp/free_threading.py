@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sysconfig
 import threading
 
 looking_at_nodes = threading.RLock()
@@ -12,3 +14,12 @@ Python had its lock, so another thread could get an object that was being freed.
 
 Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, torch 2.12.
 """
+
+
+@functools.cache
+def is_free_threaded_build() -> bool:
+    """Return whether this is a free-threaded build of Python, whether or not its lock is on.
+
+    Such a build counts references by thread in either case.
+    """
+    return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn import parallel
 
+from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.parallel.parallel_apply import parallel_apply
-from tests.versions import IS_FREE_THREADED
 
 from .stock_on_cpu import stock_on_cpu
 
@@ -31,7 +31,7 @@ HAS_LOCK = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()
 QUESTION = "free-threading-with-lock" if HAS_LOCK else "free-threading"
 NOTES = {
     QUESTION: f"Forward passes on threads, {'with' if HAS_LOCK else 'without'} Python's lock, on a "
-    f"{'free-threaded' if IS_FREE_THREADED else 'common'} build. Medians of the ratios of "
+    f"{'free-threaded' if is_free_threaded_build() else 'common'} build. Medians of the ratios of "
     "neighbouring calls: two replicas with a batch each, by one replica in the calling thread."
 }
 

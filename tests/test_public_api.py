@@ -16,10 +16,10 @@ import torch
 
 import balanced_dp
 from balanced_dp import api
+from balanced_dp.free_threading import is_free_threaded_build
 
 from .conftest import MISSING
 from .processes import python
-from .versions import IS_FREE_THREADED
 
 NEEDS_AN_EXTRA = ("balanced_dp.cli.", "balanced_dp.report", "balanced_dp.integrations.")
 MODULES = [
@@ -106,7 +106,7 @@ def test_a_missing_extra_is_named(module, package, extra):
     assert f"pip install '.[{extra}]' in a clone" in told
 
 
-@pytest.mark.skipif(not IS_FREE_THREADED, reason="this Python always has its lock")
+@pytest.mark.skipif(not is_free_threaded_build(), reason="this Python always has its lock")
 def test_no_module_turns_the_lock_on():
     environ = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
     names = ", ".join(module.__name__ for module in MODULES)

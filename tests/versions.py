@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sysconfig
-
 import pytest
 import torch
-
-IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-"""Whether this is a free-threaded build of Python, whether or not its lock is on."""
 
 
 def has_torch(version: str) -> bool:

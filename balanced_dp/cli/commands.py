@@ -122,6 +122,7 @@ def run(
         console.print_parts(console.open_console(stderr=True), parts)
         for file in filter(None, (json_file, html)):
             console.say(f"{file} was not written: there is no report")
+            exit_code = exit_code or 1
     raise typer.Exit(exit_code)
 
 

@@ -145,8 +145,7 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
     if len(loop.devices) < 2:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.is_splitting:
-        steps = f"the script took {loop.num_iterations}"
-        return f"Comparing splits takes two training steps with the same batches; {steps}."
+        return f"Comparing splits takes two steps with the same batches, not {loop.num_iterations}."
     if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
     if sum(map(bool, loop.last.peak_bytes)) < 2:

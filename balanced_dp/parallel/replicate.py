@@ -36,7 +36,7 @@ _LOST = (
 
 
 class Replicator:
-    """Replicate a module for each call.
+    """Replicate a module for each call, and recycle the replicas.
 
     Replicas differ from those of ``torch.nn.parallel.replicate``:
 
@@ -56,6 +56,8 @@ class Replicator:
 
     def __init__(self) -> None:
         self.copies = ParameterCopies()
+        self._pool: tuple[Blueprint, list[Replica]] | None = None
+        """The blueprint of the module, and replicas that wait for the next call."""
         self._num_calls = 0
         self._warned: set[str] = set()
 
@@ -80,24 +82,27 @@ class Replicator:
             RuntimeError: a parameter or buffer is elsewhere, the module cannot be replicated, or a
                 parameter was changed inside ``copies.shared()``.
         """
-        blueprint = Blueprint(network)
+        pool = self._pool
+        if pool is None or not pool[0].is_of(network):
+            self._pool = pool = (Blueprint(network), [])
+        blueprint = pool[0]
         if homes:
             check_on_device(blueprint.parameters, *homes)
             check_on_device(blueprint.buffers, homes[0])
         copies, arrivals = self.copies.on(devices, blueprint.parameters)
-        if blueprint.has_compiled or Arrivals.are_traced:
+        if blueprint.compiled or Arrivals.are_traced:
             arrivals.wait()
         pairs = zip(devices, _buffers_of_replicas(devices, blueprint.buffers), strict=True)
         tensors = [[*copies[device], *own] for device, own in pairs]
         self._num_calls += 1
         looks = self._num_calls.bit_count() == 1  # in the first, second, fourth call and so on
-        return Replicas(blueprint, devices, tensors, arrivals, looks)
+        return Replicas(*pool, devices, tensors, arrivals, looks)
 
     @contextlib.contextmanager
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
         """Context manager that keeps the writes of replicas to parameters and buffers.
 
-        It does nothing for replicas of another class.
+        At its end, the replicas are recycled. It does nothing for replicas of another class.
 
         Warns:
             BalanceWarning: once for each attribute that forward sets, and for each parameter or
@@ -116,7 +121,7 @@ class Replicator:
             self._warned.update(new)
             if new:
                 warn(f"{type(network).__name__} {message.format(', '.join(new))}")
-        replicas.drop()
+        replicas.recycle()
 
 
 def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> None:
@@ -161,6 +166,7 @@ class Replicas(list[ModuleT]):
 
     Args:
         blueprint: the blueprint of the module.
+        waiting: replicas of other calls, to which these return.
         devices: the devices of the replicas.
         tensors: the tensors of each replica, in the order of the blueprint.
         arrivals: the parameters that are on their way.
@@ -171,18 +177,25 @@ class Replicas(list[ModuleT]):
     def __init__(
         self,
         blueprint: Blueprint,
+        waiting: list[Replica],
         devices: Sequence[torch.device],
         tensors: list[list[torch.Tensor]],
         arrivals: Arrivals,
         looks: bool,
     ) -> None:
-        self._blueprint, self._tensors, self._arrivals = blueprint, tensors, arrivals
+        self._blueprint, self._waiting = blueprint, waiting
+        self._tensors, self._arrivals = tensors, arrivals
         self._device_keys = {*devices, *map(str, devices)}
         self._replicas: list[Replica] = []
         for own, device in zip(tensors, devices, strict=True):
-            self._replicas.append(Replica(blueprint, own, device, arrivals))
+            try:
+                replica = waiting.pop()
+            except IndexError:  # none waits, or another thread has just taken the last one
+                replica = Replica(blueprint)
+            replica.begin(own, device, arrivals)
+            self._replicas.append(replica)
         super().__init__(replica.modules[0] for replica in self._replicas)
-        pairs = zip(blueprint.tensors.values(), tensors[0], strict=True)
+        pairs = zip(blueprint.tensors, tensors[0], strict=True)
         self._away = [(original, copy) for original, copy in pairs if copy is not original]
         noted = chain(*tensors) if looks else (copy for _, copy in self._away)
         self._stamps = [(tensor, _stamp(tensor)) for tensor in noted]
@@ -232,15 +245,16 @@ class Replicas(list[ModuleT]):
         found: dict[str, list[str]] = {_DIFFERENT: [], _LOST: []}
         if not self._states:
             return found
-        replica = self._replicas[0]
-        for name, *own in zip(self._blueprint.tensors, *self._tensors, strict=True):
+        path, replica = self._blueprint.path, self._replicas[0]
+        for index, _, name, position in self._blueprint.places:
+            first, *others = own = [tensors[position] for tensors in self._tensors]
             is_written = not written.isdisjoint(map(id, own))
-            if is_written and not all(_are_equal(own[0], copy) for copy in own[1:]):
-                found[_DIFFERENT].append(name)
+            if is_written and not all(_are_equal(first, copy) for copy in others):
+                found[_DIFFERENT].append(path(index, name))
         # Members that are tied or exchanged are not lost.
         members = set(map(id, (None, *replica.modules, *self._tensors[0])))
-        modules = zip(self._blueprint.names, self._blueprint.modules, replica.modules, strict=True)
-        for (path, original, copy), before in zip(modules, self._states, strict=True):
+        for index, original in enumerate(self._blueprint.modules):
+            copy = replica.modules[index]
             registered = {**copy._modules, **copy._parameters}.items()
             names = [name for name, value in registered if id(value) not in members]
             # Code around torch's modules sets their weights, and these hold no state of their own.
@@ -248,14 +262,19 @@ class Replicas(list[ModuleT]):
                 for module in (original, copy):
                     state = self._state(module).items()
                     after = {k: pair for k, pair in state if id(pair[0]) not in members}
-                    names += _lost(type(original), before, after)
-            found[_LOST] += [f"{path}.{name}".lstrip(".") for name in names]
+                    names += _lost(type(original), self._states[index], after)
+            found[_LOST] += [path(index, name) for name in names]
         return found
 
-    def drop(self) -> None:
-        """Let go of all tensors, before the outputs are gathered."""
-        for part in (self, self._replicas, self._tensors, self._away, self._stamps):
-            part.clear()
+    def recycle(self) -> None:
+        """Make the replicas available to the next call. The list is empty afterwards."""
+        self.clear()
+        self._tensors.clear()
+        self._stamps.clear()
+        while self._replicas:
+            if self._replicas[-1].end():
+                self._waiting.append(self._replicas[-1])
+            self._replicas.pop()
 
 
 def _lost(kind: type, before: _State, after: _State) -> list[str]:

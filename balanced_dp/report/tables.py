@@ -66,7 +66,8 @@ def verdict(report: Report) -> str:
     if even is not None:
         fits = f" the batch {'fits' if even.fits(report.budgets) else 'does not fit'}:"
         fits *= report.has_capacity
-        sentences.append(f"With the even split of nn.DataParallel{fits} {_fullest(even, report)}.")
+        name = even.line if even.features else "nn.DataParallel"
+        sentences.append(f"With the even split of {name}{fits} {_fullest(even, report)}.")
     if best is not even:
         sentences.append(f"With option 1 {_fullest(best, report)}.")
     if not report.has_capacity:
@@ -98,8 +99,9 @@ def option_table(report: Report) -> TextTable:
         row["speed"] = f"{option.speed:.2f}"
         if report.mode == "real":
             row["samples /s"] = f"{option.samples_per_s:.1f}"
-        row["loss on"] = "device 0" if option.gather else "each"
-        row["weights on"] = "all" if option.spread else "device 0"
+        if not report.is_script:  # whose options differ in the split alone
+            row["loss on"] = "device 0" if option.gather else "each"
+            row["weights on"] = "all" if option.spread else "device 0"
         rows.append(row)
     return TextTable(
         f"{'Options that fit' if report.has_capacity else 'Measured options'}, the best one first",

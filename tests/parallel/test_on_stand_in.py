@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
+from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.parallel import copies
 from balanced_dp.parallel.copies import Arrivals
 
 from ..modules import Lambda
 from ..notes import notes_of
 from ..step_on_clock import SPLITS, Layers, step_ratio
-from ..versions import IS_FREE_THREADED
 
 BATCH, WIDTH, CLASSES = 13, 8, 5
 
@@ -57,7 +57,7 @@ def make_batch():
 
 
 @pytest.mark.skipif(
-    IS_FREE_THREADED,
+    is_free_threaded_build(),
     reason="what a thread of autograd has made is freed when it next runs Python code",
 )
 @pytest.mark.parametrize(("gpu0_bsz", "num_devices"), [(0, 4), (1, 4), (1, 2), (0, 2)])

@@ -1,4 +1,4 @@
-"""A replica is what the module is at the call, whatever has changed."""
+"""A recycled replica is what a fresh replication would give, whatever has changed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel
+from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.parallel.replica import Blueprint
 from balanced_dp.parallel.replicate import Replicator
 
+from ..devices import KINDS
 from ..modules import Lambda, assert_same_gradients
+from .test_no_growth import MODULES
 
 CPU = torch.device("cpu")
 OTHER = torch.device("cpu", 1)  # another name for the same memory: copies are real
@@ -184,10 +188,27 @@ def test_every_change_of_a_module_is_seen(drawn, grad):
             assert describe(net, has_values=False) == before
 
 
+@pytest.mark.skipif(is_free_threaded_build(), reason="each call makes new replicas")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "emulated"])
+@pytest.mark.parametrize("name", ["plain", "method", "partial", "hook", "rnn"])
+def test_a_call_leaves_its_replicas_to_the_next(devices, name):
+    def forward(self, x):
+        output = tree_leaves(self.layers(x))[0]
+        output.register_hook(lambda gradient: None)
+        return output
+
+    layers = (MODULES | {"rnn": lambda: nn.GRU(8, 8)})[name]()
+    module = Lambda(forward, layers=layers).to(devices[0])
+    model = BalancedDataParallel(1, module, devices[:3], dim=-2)
+    for _ in range(3):
+        model(torch.randn(1, 7, 8)).sum().backward()
+        assert len(model._replicator._pool[1]) == 3
+
+
 def test_neighbors_are_copied_together():
     """Not all norms of all layers: such a bucket is complete when backward is over."""
     network = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)))
-    assert all(map(operator.is_, Blueprint(network).parameters, network.parameters()))
+    assert all(map(operator.is_, Blueprint(network).tensors, network.parameters()))
 
 
 def linear_of(parameters, x):
