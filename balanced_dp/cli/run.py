@@ -135,7 +135,7 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
         fact = f"The search for gpu0_bsz did not end within {num_taken} training steps"
         yield f"{fact}, so the options may change: raise --steps, or train for longer."
     if loop.search.search.smallest > 1 and loop.search.search.best in (0, 2):
-        yield "gpu0_bsz=1 was not tried, because BatchNorm normalizes by the samples of a chunk."
+        yield "gpu0_bsz=1 was not tried, because BatchNorm computes its statistics from each chunk."
 
 
 def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:

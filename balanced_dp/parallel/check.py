@@ -46,10 +46,12 @@ class CheckResult:
 
     def __str__(self) -> str:
         what = f"{self.num_compared} outputs and gradients, chunks of {self.chunk_sizes}"
+        if not self.num_compared:
+            return f"{what}: forward returned no floating-point tensor to compare"
         if sum(map(bool, self.chunk_sizes)) < 2:
             return f"{what}: the batch is not split, so nothing can differ; give a larger one"
         if not self.differences:
-            return f"{what}: all equal the whole batch's" if self.num_compared else f"{what}: none"
+            return f"{what}: all equal the whole batch's"
         width = max(len(one.what) for one in self.differences)
         lines = [f"{what:{width}}  {size:9.2e}  {why}" for what, size, why in self.differences]
         head = f"{what}: {len(lines)} differ from the whole batch's"

@@ -200,7 +200,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         elif spread and devices:
             spread_parameters(module, devices)
 
-    # Threads cannot be compiled, so torch.compile leaves this method as it is.
+    # Threads cannot be compiled, so torch.compile leaves this method as it is. This name is
+    # private, but torch.compiler.disable would import Dynamo, which takes a second, with this file.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the batch, run the replicas, gather the outputs unless ``gather=False``."""

@@ -177,15 +177,6 @@ def test_hooks_see_whole_gradients_of_what_is_used(devices, gpu0_bsz, accumulate
     assert_same_gradients(module, reference)
 
 
-def test_weights_that_are_frozen_after_their_backward_pass(devices):
-    """The gradients of the other devices were lost."""
-    model = BalancedDataParallel(1, nn.Linear(2, 1).to(devices[0]), devices[:3])
-    with model.accumulate():
-        model(torch.ones(6, 2)).sum().backward()
-        model.requires_grad_(False)
-    assert model.module.bias.grad.item() == 6 and not model.module.bias.requires_grad
-
-
 @pytest.mark.parametrize("kind", ["emulated", "cpu"])
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_attributes_and_layouts_travel(devices, gpu0_bsz):
