@@ -132,8 +132,8 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
     elif loop.last is not None and not num_taken:
         yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
     if loop.is_splitting and loop.options and not loop.is_over:
-        fact = f"The search for gpu0_bsz did not end within {num_taken} training steps"
-        yield f"{fact}, so the options may change: raise --steps, or train for longer."
+        fact = f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
+        yield f"{fact}: {'train for longer' if loop.num_steps is None else 'raise --steps'}."
     if loop.search.search.smallest > 1 and loop.search.search.best in (0, 2):
         yield "gpu0_bsz=1 was not tried, because BatchNorm computes its statistics from each chunk."
 

@@ -59,7 +59,7 @@ def draw_peaks(axes: Axes, report: Report) -> None:
         at = report.best.chunk_sizes[0]
         axes.axvline(at, color="black", linestyle=":", linewidth=1, label=f"the best option: {at}")
     percent = "percent full" if report.has_capacity else "percent of the even split's peak"
-    axes.set(xlabel="samples of device 0 (gpu0_bsz)", ylabel=percent)
+    axes.set(xlabel=f"gpu0_bsz, with batches of {report.batch_size}", ylabel=percent)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
     right = axes.twinx()

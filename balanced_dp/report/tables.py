@@ -198,7 +198,7 @@ def use_table(
     if budgets is not None:
         rows["full"] = [f"{full:.0%}" for full in utilizations(option.peak_bytes, budgets)]
     if even and even.chunk_sizes != option.chunk_sizes and not even.out_of_memory:
-        rows["peak, even split"] = sizes(even.peak_bytes)
+        rows[f"peak, even split{even.arguments}"] = sizes(even.peak_bytes)
     columns, first = {f"memory in {unit}": tuple(rows)}, 0
     for column, same in groupby(zip(*rows.values(), strict=True)):
         last = first + len(list(same)) - 1
@@ -238,7 +238,7 @@ def candidate_table(report: Report) -> TextTable:
     loss = "outputs gathered" if best.gather else "loss on each device"
     loss += ", parameters spread" * best.spread
     return TextTable(
-        f"Measured values of gpu0_bsz, {loss}, peaks in {unit}",
+        f"Measured values of gpu0_bsz for batches of {report.batch_size}, {loss}, peaks in {unit}",
         ("gpu0_bsz", "split", "device 0", "highest other", speed_name(report)),
         rows,
         marked=found.index(best) if best in found else None,

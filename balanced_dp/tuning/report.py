@@ -199,12 +199,12 @@ class Report:
 
     @property
     def even(self) -> Option | None:
-        """The even split of ``nn.DataParallel``, None if it was not measured."""
+        """The even split of ``nn.DataParallel`` for the batch, None if it was not measured."""
         return self.even_like(self.options[0])
 
     def even_like(self, option: Option) -> Option | None:
-        """Return the even split with the same arguments otherwise, None if it was not measured."""
-        same = (o for o in self.options if o.is_even and o.batch_size == self.batch_size)
+        """Return the even split that is alike otherwise, None if it was not measured."""
+        same = (o for o in self.options if o.is_even and o.batch_size == option.batch_size)
         return next((o for o in same if o.kind == option.kind), None)
 
     @property

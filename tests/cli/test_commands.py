@@ -71,7 +71,7 @@ def test_tune_prints_what_report_reads(folder, tuned, invoke):
     assert report.provenance.command.startswith("python -m balanced_dp tune mine:make --sweep 0:3")
     shown = invoke("report", "a.json")
     assert shown.exit_code == 0
-    assert shown.stdout == tuned.stdout and "Measured values of gpu0_bsz, " in shown.stdout
+    assert shown.stdout == tuned.stdout and "Measured values of gpu0_bsz for " in shown.stdout
     written = invoke("report", "a.json", "--html", "b.html", "--markdown", "b.md", "--json", "-")
     assert written.exit_code == 0 and written.stderr == "wrote b.html\nwrote b.md\n"
     assert (folder / "b.html").read_text() == (folder / "a.html").read_text()

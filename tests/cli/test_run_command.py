@@ -84,7 +84,7 @@ def test_the_answer_for_a_script(script):
         "# option 2\nfrom balanced_dp import BalancedDataParallel\nmodel = BalancedDataParallel(",
         "Not measured: gather=False (loss on each device) and spread=True",
         "What each device holds with nn.DataParallel(model)",
-        "Measured values of gpu0_bsz, outputs gathered",
+        "Measured values of gpu0_bsz for batches of 256, outputs gathered",
     ):
         assert part in done.stderr
 

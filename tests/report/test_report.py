@@ -182,6 +182,16 @@ def test_a_script_has_a_criterion_or_trainer():
     assert "class Balanced(BalancedTrainer, MyTrainer)" in summary and "gather=" not in summary
 
 
+def test_the_even_split_of_the_same_batch():
+    """The row of the even split was that of another batch, or did not say gather=False."""
+    apart = [replace(EVEN, gather=False), replace(SMALLER, gather=False, peak_bytes=(50, 50))]
+    shown = tables.device_table(report_of([EVEN, *apart], [60] * 2))
+    assert "gather=False" in shown.title and shown.rows[-1][0] == "peak, even split, gather=False"
+    larger = option((7, 13), (80, 85))
+    shown = tables.device_table(report_of([EVEN, SMALLER, larger], [90] * 2, goal="batch"))
+    assert shown.rows[0][1:] == ("7", "13") and shown.rows[-1][0] == "full"
+
+
 def test_without_an_option_it_says_what_lacks():
     lacking = report_of([EVEN, SMALLER], [65, 65])
     text = report_markdown(lacking)
