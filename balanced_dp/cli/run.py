@@ -94,7 +94,7 @@ def run_and_measure(
         with loop.recording(), replaced_data_parallel(loop) as calls:
             exit_code = run_script(script, script_arguments, is_module)
         notes, name = tuple(_how_it_ended(loop)), Path(script).name
-        if loop.is_splitting and loop.options:
+        if loop.options:
             budgets = loop.budgets  # in the order of the model's devices
             report = Report.of(
                 loop.devices,
@@ -131,7 +131,7 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
         yield f"The script was ended after {num_taken} training steps (--steps)."
     elif loop.last is not None and not num_taken:
         yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
-    if loop.is_splitting and loop.options and not loop.is_over:
+    if loop.options and not loop.is_over:
         fact = f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
         yield f"{fact}: {'train for longer' if loop.num_steps is None else 'raise --steps'}."
     if loop.search.search.smallest > 1 and loop.search.search.best in (0, 2):
@@ -144,7 +144,7 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
         return "Nothing was measured: the script ran no forward pass with gradients."
     if len(loop.devices) < 2:
         return "On one device there are no splits to compare; try --devices 4."
-    if loop.is_splitting:
+    if loop.last.batch_size:
         return f"Comparing splits takes two steps with the same batches, not {loop.num_iterations}."
     if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"

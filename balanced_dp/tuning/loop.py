@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import SimpleNamespace
@@ -36,7 +37,8 @@ class Loop(AutoSplit):
     It is the policy of all models of the loop. An iteration lasts from a forward pass with
     gradients to a step of the optimizer that stepped first, once all optimizers of the iteration
     before have stepped: that of a GAN may have several steps of its discriminator. The first
-    iteration counts only if it is the only one, because it has no optimizer state.
+    iteration counts only if it is the only one, because it has no optimizer state. Models and
+    optimizers are referred to weakly; once the first optimizer is gone, another takes its place.
 
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value. On
@@ -49,7 +51,6 @@ class Loop(AutoSplit):
 
     Attributes:
         last: the highest measurement; None before the first.
-        model: the script's model that is split, or its ``nn.DataParallel``, or None.
         num_parameters: the number of trained parameters.
         precision: the dtype of autocast as text, or None.
     """
@@ -66,10 +67,10 @@ class Loop(AutoSplit):
         self.budgets = budgets
         self.num_steps = num_steps
         self.last: Option | None = None
-        self.model: nn.Module | None = None
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self.num_parameters = 0
         self.precision: str | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._steps: list[int] = []
         """The optimizer of each step since the last iteration, by its identity."""
         self._needed = set[int]()
@@ -93,6 +94,11 @@ class Loop(AutoSplit):
         return [option for _, option in self.search.highest.values()]
 
     @property
+    def model(self) -> nn.Module | None:
+        """The script's model that is split, or its ``nn.DataParallel``, while it exists."""
+        return self._model()
+
+    @property
     def is_splitting(self) -> bool:
         """Whether a model of the script is split by this object."""
         return isinstance(self.model, BalancedDataParallel) and self.model._policy is self
@@ -110,14 +116,14 @@ class Loop(AutoSplit):
         """
         if not 1 < len(model.devices) == len(set(self.devices).intersection(model.devices)):
             return
-        if self.model is None:
+        if self.model is None and not self.search.highest:
             if self.budgets is not None:
                 budget_of = dict(zip(self.devices, self.budgets, strict=True))
                 self.budgets = [budget_of[device] for device in model.devices]
             self.devices, self._peaks = model.devices, None
             self._begin_search()
         if model.devices == self.devices:
-            self.model = model
+            self._model = weakref.ref(model)
             model._policy = self
         else:
             model._policy = SplitPolicy(None, model.devices)
@@ -148,7 +154,7 @@ class Loop(AutoSplit):
             if torch.is_autocast_enabled(self.devices[0].type):
                 self.precision = str(torch.get_autocast_dtype(self.devices[0].type))
         if isinstance(module, nn.DataParallel) and not self.is_splitting:
-            self.model = module
+            self._model = weakref.ref(module)
 
     def begin(self) -> None:
         """Begin an iteration unless one is under way."""
@@ -161,13 +167,13 @@ class Loop(AutoSplit):
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the iteration that ends with a step of the first optimizer."""
-        if self._optimizer is None:
-            self._optimizer = optimizer
+        if self._optimizer() is None:
+            self._optimizer, self._needed = weakref.ref(optimizer), set()
             self.num_parameters = sum(p.numel() for p in self._parameters())
         self._note_failure()
         self._steps.append(id(optimizer))
         is_whole = self._needed.issubset(self._steps) or self._steps.count(id(optimizer)) > _MANY
-        if optimizer is not self._optimizer or self._peaks is None or not is_whole:
+        if optimizer is not self._optimizer() or self._peaks is None or not is_whole:
             return
         self._needed, self._steps = {*self._steps}, []
         measured, self._peaks = self._measured(self._peaks), None
@@ -180,7 +186,8 @@ class Loop(AutoSplit):
         self.last = measured
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
         return chain.from_iterable(group["params"] for group in groups)
 
     def _measured(self, peaks: Peaks) -> Option:
@@ -202,6 +209,6 @@ class Loop(AutoSplit):
             **arguments_of(chunk_sizes),
             chunk_sizes=chunk_sizes,
             peak_bytes=peaks.allocated,
-            uses=tuple(memory_breakdown(counted, self._optimizer).values()),
+            uses=tuple(memory_breakdown(counted, self._optimizer()).values()),
             seconds=seconds,
         )

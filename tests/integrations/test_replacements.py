@@ -36,7 +36,6 @@ def loop() -> Iterator[Loop]:
         loop = AfterTheEvenSplit(1, devices)
         with replaced_data_parallel(loop):
             yield loop
-        loop.model = loop._optimizer = None
         gc.collect()
 
 

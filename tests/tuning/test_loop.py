@@ -150,6 +150,20 @@ def test_two_models_and_optimizers_share_a_split(gpu0_bsz, devices):
     assert all(min(option.peak_bytes) > other.module.weight.nbytes for option in loop.options)
 
 
+def test_one_model_after_another(devices):
+    """As in cross-validation: the first stayed in memory, and steps of the second did not count."""
+    loop = Loop(None, devices)
+    with loop.recording():
+        for fold in (1, 2):
+            model = BalancedDataParallel(0, make_model(devices[0]))
+            loop.adopt(model)
+            train(model, [(32,)] * 3)
+            assert loop.num_iterations == 3 * fold
+            del model
+            assert torch.get_device_module(devices[0]).memory_allocated(devices[0]) == 0
+    assert len(loop.options) == 1
+
+
 def test_capacities_follow_the_devices_of_the_model(devices):
     loop = Loop(None, devices, [1, 2, 3, 4])
     loop.adopt(BalancedDataParallel(0, make_model(devices[3]), [3, 1]))
