@@ -186,16 +186,23 @@ class Search:
         known = sorted(number for number, y in over.items() if abs(y) < math.inf)
         inside, beyond = [n for n in known if n <= low][-2:], [n for n in known if n > low][:2]
 
-        def zero(x: int, before: int | None = None) -> float:
-            """Return where the line through one or two measurements reaches the limit."""
-            rise = (over[x] + 1) / max(x, 1) if slope is None else slope
+        def rise(x: int, before: int | None = None) -> float:
+            """Return the slope of the line through one or two measurements."""
             if before is not None:
-                rise = (over[x] - over[before]) / (x - before)
-            return x - over[x] / rise + _ROUNDING if rise > 0 else 2.0 * max(low, 1)
+                return (over[x] - over[before]) / (x - before)
+            return (over[x] + 1) / max(x, 1) if slope is None else slope
+
+        def zero(*points: int) -> float:
+            """Return where the line through one or two measurements reaches the limit."""
+            x, by = points[0], rise(*points)
+            return x - over[x] / by + _ROUNDING if by > 0 else 2.0 * max(low, 1)
 
         is_over = bends_up and left and len(inside) > 1 and zero(*inside) < left[0]
         points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
         guess = zero(*points) if points else math.inf if over else start
+        # On both sides of a bend, the zero of the line through them is next to the lower one.
+        if inside[1:] and beyond and 2 * rise(*inside) < rise(inside[1], beyond[0]):
+            guess = zero(*beyond) if beyond[1:] else high
         if high < math.inf and (guess >= high or len(over) in _BISECTED):
             guess = left[len(left) // 2] if left else 0
         end = bisect_right(left, guess)
@@ -217,8 +224,7 @@ class LoopSearch:
 
     Args:
         budgets: the bytes that each device may hold.
-        is_careful: as for ``Search``. If set, the first iteration after each change does not count,
-            because kernels are tuned in it.
+        is_careful: as for ``Search``.
         compares: whether all splits matter at the end, not only the best one. Then the search is
             also for the largest value that fits, and splits are compared over equal numbers of
             iterations: the maximum of many is higher than that of a few.
@@ -236,7 +242,6 @@ class LoopSearch:
         self._share = Fraction(1)
         self._accumulates = False
         self._iterations: dict[Split, list[_Iteration]] = {}
-        self._is_settling = is_careful
 
     def split(self, batch_size: int) -> Split:
         """Return the chunk sizes of a batch."""
@@ -255,9 +260,8 @@ class LoopSearch:
             accumulates: whether this batch has added to gradients that were there.
             record: the caller's record of it.
         """
-        was_settling, self._is_settling = self._is_settling, False
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self._accumulates)
-        if was_settling or iteration < largest:
+        if iteration < largest:
             return
         if iteration > largest:
             self._begin(*iteration)
@@ -308,7 +312,6 @@ class LoopSearch:
         batch_size = self.search.batch_size
         if value is not None and value != self.split(batch_size)[0]:
             self._share = Fraction(value, batch_size)
-            self._is_settling = self.search.is_careful
 
     def state_dict(self, batch_size: int) -> dict[str, Any]:
         """Return the value for a batch, and whether it is final, as numbers and lists."""

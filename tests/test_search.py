@@ -118,6 +118,15 @@ def test_peaks_that_grow_reopen_the_search():
     assert search.is_over and search.split(16)[0] == 2
 
 
+def test_a_peak_that_begins_to_grow_late():
+    """As where the optimizer's step is the peak: 0, 1, 2, 3 and 4 were tried, and then nothing."""
+    search = LoopSearch([10**6] * 4, is_careful=False, compares=True)
+    while not search.is_over:
+        split = search.split(256)
+        search.tell(split, [max(1000, 520 + 10 * split[0]), *[100 + 4 * n for n in split[1:]]])
+    assert search.search.best == 48
+
+
 def test_peaks_that_vary_are_compared_fairly():
     """One split was measured in most iterations: its maximum was high, and another was named."""
     law = Law(((900, 35, 0),), ((-10, 35),))

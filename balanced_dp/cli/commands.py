@@ -162,10 +162,7 @@ def tune(
             about = (make.__doc__ or "").strip().rstrip(".")
             print(f"{name}: {about}; batches of {make().batch_size}.")
         return
-    if context.info_name == "plan":
-        emulate = True
-        if memory is None:
-            raise ArgumentError("plan needs --memory, the capacity of each device: --memory 11GiB")
+    emulate |= context.info_name == "plan"
     if target is None:
         raise ArgumentError("there is no workload; plan --list names the built-in ones")
     capacities = arguments.parse_capacities(memory, num_devices, emulate)
@@ -173,6 +170,8 @@ def tune(
     values, reserve_bytes = arguments.parse_sweep(sweep), arguments.parse_reserve(reserve)
     sys.path.insert(0, "")  # the workload may be in the current folder
     workload = find_workload(target)
+    if context.info_name == "plan" and memory is None:
+        raise ArgumentError("plan needs --memory, the capacity of each device: --memory 11GiB")
     try:
         with console.progress_bar("measuring training steps") as update:
             report = measure(

@@ -134,7 +134,11 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
     if loop.options and not loop.is_over:
         fact = f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
         yield f"{fact}: {'train for longer' if loop.num_steps is None else 'raise --steps'}."
-    if loop.search.search.smallest > 1 and loop.search.search.best in (0, 2):
+    values = {option.gpu0_bsz for option in loop.options}
+    if isinstance(loop.wanted, int) and values and loop.wanted not in values:
+        yield f"gpu0_bsz={loop.wanted} has no effect: it must be below the even share."
+    search = loop.search.search
+    if loop.wanted == "auto" and search.smallest > 1 and search.best in (0, 2):
         yield "gpu0_bsz=1 was not tried, because BatchNorm computes its statistics from each chunk."
 
 
@@ -144,7 +148,7 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
         return "Nothing was measured: the script ran no forward pass with gradients."
     if len(loop.devices) < 2:
         return "On one device there are no splits to compare; try --devices 4."
-    if loop.last.batch_size:
+    if loop.batch_size:
         return f"Comparing splits takes two steps with the same batches, not {loop.num_iterations}."
     if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"

@@ -19,6 +19,9 @@ from ..memory.peaks import Peaks
 from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
+_LARGE = 2**20
+"""A batch whose splits show different shares of device 0."""
+
 STATE_KEY = "auto_split"
 """The key of the result of "auto" in a checkpoint."""
 
@@ -99,7 +102,7 @@ class AutoSplit:
 
     An iteration begins with a forward pass with gradients on, and ends with the step of a
     ``torch.optim.Optimizer``; with gradient accumulation it has several calls. The first iteration
-    does not count, since it creates the optimizer's state.
+    does not count, since it creates the optimizer's state, nor does the first with each split.
 
     Attributes:
         search: the search for the value.
@@ -123,6 +126,8 @@ class AutoSplit:
         self._num_ooms = num_ooms(devices)
         self._ids: set[int] = set()
         """The parameters of the model, by their identity."""
+        self._rule: tuple[int, ...] | None = None
+        """How the iteration before would have split a large batch."""
         self._peaks: Peaks | None = None
         """The peaks of the iteration that is under way."""
 
@@ -153,6 +158,8 @@ class AutoSplit:
         search.smallest = max(search.smallest, smallest_chunk(module))  # also of another model
         chunk_sizes = self.split(batch_size)
         if batch_size and torch.is_grad_enabled():
+            if self._peaks is None:  # a larger batch begins the search again
+                self.search.is_over &= batch_size <= self.batch_size
             self.begin()
             self._ids = set(map(id, module.parameters()))
             adds = any(parameter.grad is not None for parameter in module.parameters())
@@ -165,9 +172,17 @@ class AutoSplit:
         is_ours = any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
         if self._peaks is not None and is_ours:
             peaks, self._peaks = self._peaks.allocated, None
-            if self.num_iterations and not self.search.is_over:
+            if self._is_settled() and not self.search.is_over:
                 self.search.tell(self.search.split(self._batch[0]), peaks, self._batch[1])
             self.num_iterations += 1
+
+    def _is_settled(self) -> bool:
+        """Return whether the iteration before had the same rule.
+
+        If not, the loop may have held its outputs, and kernels may have been tuned.
+        """
+        before, self._rule = self._rule, self.split(_LARGE)
+        return before == self._rule
 
     def _note_failure(self, has_failed: bool = False) -> bool:
         """End an iteration in which memory ran out; return whether the next split differs.

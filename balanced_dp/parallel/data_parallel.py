@@ -62,7 +62,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - Only devices with samples run, so a batch may be smaller than their number, or empty.
     - ``device_ids`` may name devices of any type and repeat one, as ``["cpu", "cpu"]`` does.
     - A tensor whose size along ``dim`` is not the batch size raises an error instead of being cut.
-    - Outputs may hold dataclasses, and strings and numbers that are equal on every replica.
+    - Outputs may hold dataclasses, and strings, numbers and constants that are equal everywhere.
     - Worker threads have the caller's autocast dtype, inference mode and context variables.
     - An exception from a replica is logged at once and raised, with a note that names the replica,
       when the others have ended.

@@ -82,7 +82,9 @@ class Gather:
         if len(set(sizes)) > 1:
             return True
         columns = zip(*map(nested.tensors, lists), strict=False)
-        lengths = [{n for t in own for n in t.shape[self.call.dim :][:1]} for own in columns]
+        dim = self.call.dim
+        # One entry is a number, as for outputs that are in no list.
+        lengths = [{n for t in own if t.numel() > 1 for n in t.shape[dim:][:1]} for own in columns]
         # A tuple of lists of tensors, such as (features, ids), holds outputs, as for torch.
         if isinstance(lists[0], tuple) and lengths and all(isinstance(o, list) for o in lists[0]):
             return False
@@ -104,8 +106,9 @@ class Gather:
         if len(tensors) == 1 and (first.dim() or how != "stack" or len(sizes) > 1):
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}
-        # A tensor with one entry for several samples counts as a number.
-        if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 < max(sizes)):
+        # A tensor with one entry for several samples counts as a number, then and later.
+        is_number = max(sizes) > 1 or self.call.has_joined(path)
+        if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 and is_number):
             joined = self._number([t.reshape(()) if t.dim() else t for t in tensors], path)
             return joined if joined.dim() else joined.reshape(first.shape)
         rank = max(map(len, shapes))
@@ -113,7 +116,12 @@ class Gather:
         # squeeze() has removed the batch dimension of a chunk of one sample.
         at, pairs = min(dim, rank - 1), zip(tensors, sizes, strict=True)
         rows = [t.unsqueeze(at) if (size, t.dim()) == (1, rank - 1) else t for t, size in pairs]
-        axis = self._axis([tensor.shape for tensor in rows], dim, path)
+        try:
+            axis = self._axis([tensor.shape for tensor in rows], dim, path)
+        except GatherError:
+            if len(shapes) > 1 or not all(_equal(first.cpu(), tensor.cpu()) for tensor in tensors):
+                raise
+            return first.to(self.device)  # a constant, such as anchors
         # torch gives its own autograd functions no types.
         return Concatenate.apply(self.device, axis, *rows)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -65,8 +65,8 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
         first, second = getattr(before, name), getattr(after, name)
         if first != second:
             raise ArgumentError(
-                f"the reports cannot be compared: {name} is {first} in the first and {second} in "
-                "the second; tune both with the same"
+                f"the reports cannot be compared: {name} was {first} and is {second}; "
+                "tune both with the same"
             )
     comparisons = []
     for metric, value_of in METRICS.items():

@@ -78,14 +78,14 @@ def draw_uses(axes: Axes, report: Report) -> None:
     ran = {even.line: even} if even is not None and not even.out_of_memory else {}
     ran |= {f"option {number}": o for number, o in enumerate(report.ranked_options, 1)}
     others = [n for n, o in ran.items() if o is not best and o.batch_size == best.batch_size][:1]
-    shown = {**{name: ran[name] for name in others}, "option 1": best}
-    bars = [uses for option in shown.values() for uses in option.uses]
+    sides = f"left: {others[0]}, right: option 1" if others else "option 1"
+    bars = [uses for option in (*map(ran.__getitem__, others), best) for uses in option.uses]
     offsets = (-0.2, 0.2) if others else (0.0,)
     positions = [device + offset for offset in offsets for device in range(report.num_devices)]
     scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
     stacked_bars(axes, positions, bars, 0.36, scale)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set(xlabel=f"device ({', then '.join(shown)})", ylabel=f"held at the peak, {unit}")
+    axes.set(xlabel=f"device ({sides})", ylabel=f"held at the peak, {unit}")
     axes.grid(visible=False, axis="x")
     axes.figure.legend(loc="outside lower center", ncols=2)
 

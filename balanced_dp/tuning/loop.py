@@ -42,8 +42,8 @@ class Loop(AutoSplit):
 
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value. On
-            emulated devices the even split comes first. A value takes turns with it, since what a
-            script holds may change while it runs.
+            emulated devices the even split comes first. A value takes turns with it, two iterations
+            each, since what a script holds may change while it runs.
         devices: the devices of the loop.
         budgets: the bytes of each device that may be used, or None if they do not matter.
         num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
@@ -75,11 +75,17 @@ class Loop(AutoSplit):
         """The optimizer of each step since the last iteration, by its identity."""
         self._needed = set[int]()
         """The optimizers of the last iteration."""
+        self._stepped = set[int]()
+        """All optimizers since the first one."""
         self._begin_search()
 
     def __deepcopy__(self, memo: object) -> Loop:
         """Return this object: copies of a model are part of the same loop."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the value, for a model that is stored."""
+        return SplitPolicy, (self.gpu0_bsz, self.devices)
 
     def _begin_search(self) -> None:
         self.search = LoopSearch(
@@ -133,8 +139,8 @@ class Loop(AutoSplit):
         emulates = is_emulated(self.devices[0])
         if self.wanted == "auto" and (not emulates or any(o.is_even for o in self.options)):
             return super().split(batch_size)
-        is_turn = not (emulates and self.num_iterations % 2)
-        value = self.wanted if isinstance(self.wanted, int) and is_turn else batch_size
+        is_even = emulates and self.num_iterations // 2 % 2
+        value = self.wanted if isinstance(self.wanted, int) and not is_even else batch_size
         return split_batch(batch_size, len(self.devices), value)
 
     @contextmanager
@@ -169,6 +175,7 @@ class Loop(AutoSplit):
         """Record the iteration that ends with a step of the first optimizer."""
         if self._optimizer() is None:
             self._optimizer, self._needed = weakref.ref(optimizer), set()
+            self._stepped = {id(optimizer)}
             self.num_parameters = sum(p.numel() for p in self._parameters())
         self._note_failure()
         self._steps.append(id(optimizer))
@@ -176,9 +183,16 @@ class Loop(AutoSplit):
         if optimizer is not self._optimizer() or self._peaks is None or not is_whole:
             return
         self._needed, self._steps = {*self._steps}, []
+        if not self._stepped.issuperset(
+            self._needed
+        ):  # what was measured lacks an optimizer's state
+            self._stepped |= self._needed
+            self._rule = None
+            self._begin_search()
         measured, self._peaks = self._measured(self._peaks), None
+        is_settled = self._is_settled()
         self.num_iterations += 1
-        if self.num_iterations > 1 and self.is_splitting:
+        if is_settled and self.is_splitting:
             peaks, accumulates = measured.peak_bytes, self._batch[1]
             self.search.tell(measured.chunk_sizes, peaks, accumulates, measured)
         if self.last is not None and self.num_iterations > 2:

@@ -99,7 +99,7 @@ def find_workload(target: str) -> Workload:
         return replace(BUILT_IN[target](), name=target)
     module_name, _, function_name = target.rpartition(":")  # a path may have a colon, too
     if not (module_name and function_name):
-        hint = f" (a script? balanced-dp run {target})" if target.endswith(".py") else ""
+        hint = f" (a script? balanced-dp run {target})" if Path(target).is_file() else ""
         raise ArgumentError(
             f"there is no workload {target!r}{hint or did_you_mean(target, BUILT_IN)}; built in "
             f"are {', '.join(BUILT_IN)}; name your own as package.module:function or "

@@ -117,6 +117,7 @@ def test_the_report_is_written(script):
         ("--html no.html train.py 1 64 wrap", 1, "no.html was not written: there is no report"),
         ("train.py 4 1 wrap", 0, "batches of 1, 4 devices"),
         ("--json no.json train.py 3 64 fail", 1, "no.json was not written: there is no report"),
+        ("train.py 4 64 wrap plain", 0, "Comparing splits takes two steps with the same batches"),
         ("train.py 4 64 plain", 0, "No torch.optim.Optimizer took a step: these are the peaks"),
         ("--steps 3 train.py 99999 256 wrap", 0, "ended after 3 training steps (--steps).\n\nTh"),
         ("--for headroom --memory 1GiB --reserve 0 train.py 9 256 wrap", 0, "). With option 1 dev"),
@@ -188,11 +189,11 @@ def test_a_script_that_is_balanced_already(call, arguments, script):
     assert report.best.arguments == arguments
 
 
-@pytest.mark.parametrize(("num_steps", "value", "first"), [("9", 7, 7), ("3", 90, 64)])
-def test_the_value_that_is_asked_for(num_steps, value, first, script):
+@pytest.mark.parametrize(("num_steps", "value", "found"), [("4", 7, [7, 64]), ("3", 90, [64])])
+def test_the_value_that_is_asked_for(num_steps, value, found, script):
     _, report, _ = measured(script, num_steps, "256", "wrap", gpu0_bsz=value)
-    assert [option.chunk_sizes[0] for option in report.options] == [64, 7][: len(report.options)]
-    assert report.options[-1].chunk_sizes[0] == first
+    assert [option.chunk_sizes[0] for option in report.options] == found
+    assert ("gpu0_bsz=90 has no effect: it must" in "".join(report.notes)) == (value == 90)
 
 
 def test_a_model_that_is_called_by_forward(script):

@@ -55,6 +55,7 @@ def test_every_way_to_import_the_class(way, loop):
     assert model(INPUTS).shape == (10, 2)
     assert model.chunk_sizes == (1, 3, 3, 3)
     assert pickle.loads(pickle.dumps(type(model))) is way()
+    assert pickle.loads(pickle.dumps(model)).split(10) == (1, 3, 3, 3)
 
 
 CALLS: dict[str, tuple[Any, ...]] = {

@@ -211,10 +211,14 @@ EXACT: dict[str, Callable[..., Any]] = {
     "bce": lambda n, x, o, part: F.binary_cross_entropy(o.sigmoid(), part),
     "bce with logits": lambda n, x, o, part: F.binary_cross_entropy_with_logits(o, part),
     "kl batchmean": lambda n, x, o, part: F.kl_div(o.log_softmax(1), part, reduction="batchmean"),
+    "a number less a mean": lambda n, x, o, real: 3 - 2 * F.mse_loss(o, real),
     "cosine similarity": lambda n, x, o, real: 1 - F.cosine_similarity(o, real).mean(),
     "mean of sums": lambda n, x, o: o.square().sum(1).mean(),
     "sum of means": lambda n, x, o: o.square().mean(0).sum(),
     "stacked": lambda n, x, o, real: torch.stack([F.mse_loss(o, real), F.l1_loss(o, real)]).mean(),
+    "stacked by sample": lambda n, x, o, y: torch.stack(
+        [F.cross_entropy(row, label) for row, label in zip(o, y, strict=True)]
+    ).mean(dim=0, keepdim=True),
     "sorted by length": lambda n, x, o, growing: rows(o[growing.sort(descending=True)[1]]).mean(),
     "two largest classes": lambda n, x, o: o.topk(2).values.square().mean(),
     "entries in order": lambda n, x, o: o.sort(1).values[:, 0].mean() + o.median(1).values.mean(),
@@ -367,6 +371,10 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         )
     ),
     "sum plus a number": lambda n, x, o: o.square().sum() + 1,
+    "a number less a sum": lambda n, x, o: 1 - o.square().sum() / 100,
+    "trimmed to the longest": lambda n, x, o, growing: (
+        n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean()
+    ),
     "row of one sample": lambda n, x, o, y: n.head.weight[y[:1]].sum(),
 }
 """What is computed from samples in other ways, and warned of, also where it is exact."""

@@ -399,6 +399,38 @@ def test_a_count_of_all_entries_is_not_taken_for_good():
     assert "it is divided by something other than its count" in found[2][1][0]
 
 
+@pytest.mark.parametrize("divisor", [lambda w, y: torch.ones_like(w).sum(), lambda w, y: len(y)])
+@pytest.mark.parametrize("is_cross_entropy", [False, True])
+def test_a_divisor_is_not_taken_for_a_count_of_all_for_good(divisor, is_cross_entropy):
+    """A mask of ones, or no target to ignore, passed any number of entries for its count."""
+
+    def loss(n: Net, x: Tensor, o: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        pairs = torch.cat([o, o]), torch.cat([y, y])  # two targets for each sample
+        values = (
+            functional.cross_entropy(*pairs, reduction="sum")
+            if is_cross_entropy
+            else (rows(o) * w).sum()
+        )
+        return values / (divisor(w, y) * (1 + is_cross_entropy))
+
+    model, bare = make(loss)
+    ones = {"x": X, "w": torch.ones(len(X)), "y": Y}
+    some = {"x": X, "w": torch.rand(len(X)), "y": Y.where(X[:, 0] > 0, -100)}
+    assert [step(model, bare, True, ones) for _ in range(2)] == [(True, [])] * 2
+    is_exact, told = step(model, bare, True, some)
+    assert is_exact or told
+
+
+def test_one_sample_does_not_show_what_divides_a_sum():
+    """One times a sum was averaged without a word."""
+    given = {"x": X[:4], "factor": 1.0}
+    scaled, bare = make(lambda n, x, o, factor: factor * o.square().sum(), None)
+    assert step(scaled, bare, True, given)[1]
+    by_length, bare = make(lambda n, x, o, factor: o.square().sum() / len(x), None)
+    sizes = 8, 3, 4  # the first ones show it
+    assert all(step(by_length, bare, True, {**given, "x": X[:n]}) == (True, []) for n in sizes)
+
+
 @pytest.mark.parametrize(("gpu0_bsz", "size", "least"), [(1, 13, 1), (1, 3, 0), (None, 12, 1)])
 def test_a_first_batch_in_which_nothing_counts(gpu0_bsz, size, least):
     """Beside a loss of 0 / 0, gradients were 0."""
@@ -516,9 +548,10 @@ def test_values_that_are_read_in_a_loop_keep_no_graph(emulated):
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 def test_a_loss_with_one_entry_is_joined_as_one_without_dimensions(gpu0_bsz, shape):
     model, bare = make(lambda n, x, o, y: functional.cross_entropy(o, y).view(shape), gpu0_bsz)
-    given = given_to(lambda n, x, o, y: None, 12)
-    assert step(model, bare, True, given) == (True, [])
-    assert model(**given).shape == shape
+    for size in (12, 3):  # a last batch of one sample for each device
+        given = given_to(lambda n, x, o, y: None, size)
+        assert step(model, bare, True, given) == (True, [])
+        assert model(**given).shape == shape
 
 
 @pytest.mark.parametrize("has_gradients", [True, False])

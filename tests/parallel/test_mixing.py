@@ -102,6 +102,9 @@ ROWS: dict[str, Callable[..., Tensor]] = {
     "normalization": lambda m, x, y: m.b(normalized(m.a(x))),
     "supervised contrast": contrasted,
     "softmax": lambda m, x, y: m.b(m.a(x).softmax(0)),
+    "attention": lambda m, x, y: m.b(
+        F.scaled_dot_product_attention(*[m.a(x)[None, None]] * 3)[0, 0]
+    ),
 }
 LOSSES: dict[str, Callable[..., Tensor]] = {
     f"{name}, loss": lambda m, x, y, rows=rows: rows(m, x, y).square().mean()

@@ -48,7 +48,7 @@ def value_of_auto(workload, batch_size, num_devices):
     """Return the value that training with gpu0_bsz="auto" ends with."""
     with emulate_devices(num_devices, symbolic=True) as devices:
         loop = Loop(workload, devices[0], "auto")
-        values, _ = loop.follow(batch_size, MAX_SPLITS + 3)
+        values, _ = loop.follow(batch_size, 2 * MAX_SPLITS + 4)
         assert loop.search.is_over
         assert sum(a != b for a, b in itertools.pairwise(values)) <= MAX_SPLITS
         del loop

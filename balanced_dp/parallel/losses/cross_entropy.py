@@ -33,6 +33,7 @@ class Counted:
     Attributes:
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
+        num_targets: how many targets it has, those that are ignored included.
         weight: the weights of classes, or None.
         target: the targets of a square input, as where samples are compared with each other; or
             None.
@@ -44,6 +45,7 @@ class Counted:
 
     kind: str
     count: Any
+    num_targets: int
     weight: Tensor | None
     target: Tensor | None
     value: Tensor
@@ -140,7 +142,8 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         value = loss.clone()  # the loss may be written to
         pairs = target if tuple(input.shape) == 2 * tuple(target.shape) else None
         version = 0 if loss.is_inference() else loss._version
-        found.append(Counted(kind, count, weight, pairs, value, loss.grad_fn, result, version))
+        num = target.numel()
+        found.append(Counted(kind, count, num, weight, pairs, value, loss.grad_fn, result, version))
         return loss
 
     _register_builtin(compute, f"aten::{function.__name__}")  # for torch.jit.script in forward

@@ -125,6 +125,8 @@ def terms_of(
                 is_certain = _is_of_weights(edges, by_operators=True)
                 found.append(term if is_certain else replace(term, kind="constant"))
             elif counts and (kind := _kind_of(nodes[0])):
+                if kind == "mean" and _is_trimmed(nodes, sizes, dim):
+                    raise UnclearError("the chunks are padded to lengths of their own")
                 found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
@@ -134,10 +136,12 @@ def terms_of(
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     """Return over how many entries each replica reduces its samples; empty if it does not."""
     inputs = [[edge for edge in node.next_functions if edge[0]] for node, _ in edges]
-    if not all(inputs) or _is_stack(inputs[0][0][0]):
+    if not all(inputs):
         return []
+    numbers, is_even = [len(own[0][0].next_functions) for own in inputs], len(set(sizes)) == 1
+    if _is_stack(inputs[0][0][0]) and (is_even or numbers != [*sizes]):
+        return []  # unless each sample has one
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*own[0]) for own in inputs]
-    is_even = len(set(sizes)) == 1
     reducer = _reducer(edges[0][0], sizes[0], dim) if is_even else None
     loses_samples = _have_samples(inner, sizes, dim) and not _have_samples(outer, sizes, dim)
     if not (reducer is edges[0][0] if reducer else loses_samples):
@@ -145,6 +149,14 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     if dim and is_even and sizes[0] in outer[0]:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
     return [math.prod(a) // (math.prod(b) or 1) for a, b in zip(inner, outer, strict=True)]
+
+
+def _is_trimmed(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
+    """Return whether the inputs of reductions differ in more than the number of samples."""
+    shapes = [shape_of(*next(e for e in node.next_functions if e[0])) for node in nodes]
+    if any([n] != [*own[dim:][:1]] for own, n in zip(shapes, sizes, strict=True)):
+        return False
+    return len({tuple(n for i, n in enumerate(s) if i != dim % len(s)) for s in shapes}) > 1
 
 
 def _reducer(node: Any, size: int, dim: int) -> Any:
@@ -233,6 +245,8 @@ def _inputs(nodes: Sequence[Any], term: Term, is_even: bool) -> list[tuple[Edges
     term = replace(term, is_scaled=term.is_scaled or name in ("Mul", "Div"))
     # For each input, the number of each replica.
     if numbers := list(zip(*map(_multipliers, nodes), strict=False)):
+        # The node of a number less a tensor has no input for the number.
+        inputs += [[(None, 0)] * len(nodes)] * (len(numbers) - len(inputs))
         return [(edges, term.times(own)) for edges, own in zip(inputs, numbers, strict=False)]
     divisors: list[Any] = [getattr(node, "_saved_other", None) for node in nodes]
     are_numbers = all(_is_data(divisor) and divisor.numel() == 1 for divisor in divisors)
@@ -366,6 +380,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             if is_alike and axes and not _SELECTS.fullmatch(name):
                 return f"{name} reduces the samples of each chunk"
             along = dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
+            along = (-2,) if name.startswith("ScaledDotProduct") else along
             if axes & {dim % len(shapes[0]) for dim in along}:
                 return f"{name} goes along the samples of each chunk"
     return ""

@@ -49,7 +49,8 @@ class OutputHistory:
             whether it adds up but for some cross entropies, their positions and factors, and the
             form of the call. None if only the graph tells.
         fits: by the place of a sum in an output, whether a tensor that divides it was its count.
-        seen: what is looked at once.
+        seen: what is looked at once, the outputs that were numbers, and the places of sums that
+            were divided by numbers of samples.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
@@ -100,7 +101,8 @@ class Call:
             name: the dotted path of the output.
             device: the device of the result.
         """
-        sizes = self.chunk_sizes or (1,) * len(outputs)
+        sizes, key = self.chunk_sizes or (1,) * len(outputs), (self._code, name)
+        self.history.seen.add(key)
         given = [w.get(name) if isinstance(w, Mapping) else w for w in self._given_weights]
         if given and all(weight is not None for weight in given):
             with contextlib.suppress(UnclearError):
@@ -113,7 +115,6 @@ class Call:
             if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
                 self._check_counted(name, [own])
                 return joined(outputs, counts_of(own) if own[0].kind == "mean" else None, device)
-        key = self._code, name
         try:
             weights, means = self._plan(outputs, key)
         except UnclearError as error:
@@ -128,6 +129,10 @@ class Call:
             parts.append(joined(values, counts_of(term.own), device))
         # If nothing counts, a mean may still be 0 / 1.
         return sum(parts, joined(outputs, weights, device, if_empty=1))
+
+    def has_joined(self, name: str) -> bool:
+        """Return whether an output was joined as a number in an earlier call."""
+        return (self._code, name) in self.history.seen
 
     def _plan(self, outputs: Tensors, key: Any) -> tuple[Weights, Sequence[Term]]:
         """Return the weights of an output, and the cross entropies that have weights of their own.
@@ -217,6 +222,10 @@ class Call:
         if not term.divisors:  # Python's numbers are looked at in each call
             for numbers in (sizes, term.counts):
                 if numbers and self._are_divided(term, numbers):
+                    if max(numbers) > 1:
+                        self.history.seen.add(place)
+                    elif place not in self.history.seen:
+                        raise UnclearError("one sample does not show whether its number divides it")
                     return self._weights_of_mean(numbers)
             # In chunks of one size, one number may be a count, too.
             if are_equal(factors) and len(set(sizes)) > 1:
@@ -226,13 +235,15 @@ class Call:
             return None
         masks = masks_behind(term.nodes, sizes, self.dim)
         counts = [mask.sum() for mask in masks] or counts_of(term.own) or term.counts
-        if place not in known:  # the first call waits for the devices
+        if place not in known:  # such calls wait for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
             # A count of 0 may have been replaced by 1, or by a number close to 0.
             fits = all(math.isclose(d, n, rel_tol=1e-6) or (d <= 1 and not n) for d, n in pairs)
             if fits and counts is term.counts:
                 return self._weights_of_mean(term.counts)
-            if not fits or any(n for _, n in pairs):
+            # A count of all entries may be another number in the next call.
+            entries = term.counts or [one.num_targets for one in term.own]
+            if not fits or any(0 < n != num for (_, n), num in zip(pairs, entries, strict=True)):
                 known[place] = fits
         if not known.get(place, True) or (term.divisors and not are_equal(factors)):
             raise UnclearError("it is divided by something other than its count")
