@@ -183,14 +183,12 @@ class Loop(AutoSplit):
         if optimizer is not self._optimizer() or self._peaks is None or not is_whole:
             return
         self._needed, self._steps = {*self._steps}, []
-        if not self._stepped.issuperset(
-            self._needed
-        ):  # what was measured lacks an optimizer's state
-            self._stepped |= self._needed
-            self._rule = None
-            self._begin_search()
         measured, self._peaks = self._measured(self._peaks), None
         is_settled = self._is_settled()
+        if not self._needed <= self._stepped:
+            # A new optimizer had no state until now, in this iteration and in those before.
+            is_settled, self._stepped = False, self._stepped | self._needed
+            self._begin_search()
         self.num_iterations += 1
         if is_settled and self.is_splitting:
             peaks, accumulates = measured.peak_bytes, self._batch[1]
