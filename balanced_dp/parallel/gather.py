@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import is_symbolic
 from ..errors import GatherError
 from . import nested
 from .losses.join import Call, is_loss
@@ -119,7 +120,8 @@ class Gather:
         try:
             axis = self._axis([tensor.shape for tensor in rows], dim, path)
         except GatherError:
-            if len(shapes) > 1 or not all(_equal(first.cpu(), tensor.cpu()) for tensor in tensors):
+            values = [] if is_symbolic(first.device) else [tensor.cpu() for tensor in tensors]
+            if len(shapes) > 1 or not all(_equal(values[0], value) for value in values):
                 raise
             return first.to(self.device)  # a constant, such as anchors
         # torch gives its own autograd functions no types.

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from balanced_dp import BalanceWarning, SymbolicValueError, emulate_devices
+from balanced_dp import BalancedDataParallel, BalanceWarning, SymbolicValueError, emulate_devices
 from balanced_dp.emulation.machine import current_machine
 from balanced_dp.emulation.symbolic import _how_to_make
 from balanced_dp.emulation.tensor import operator
 
-from ..modules import Case
+from ..modules import Case, Lambda
 from ..versions import has_torch
 from .models import MODELS, WITH_DROPOUT, inputs_of, train
 
@@ -119,6 +119,11 @@ def test_remembered_outputs_hold_no_memory(symbolic_devices):
         assert len(remembered) == before + 1
     a_part_of_a_new_one = torch.zeros(4, device="meta")[:2]
     assert _how_to_make(a_part_of_a_new_one, [], []) is None
+
+
+def test_a_constant_is_an_output(symbolic_devices):
+    model = BalancedDataParallel(1, Lambda(lambda _, x: x.new_ones(7)), symbolic_devices)
+    assert model(torch.ones(8, 3)).shape == (7,)
 
 
 @pytest.mark.parametrize("num_calls", [1, 2])
