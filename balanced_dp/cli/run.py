@@ -134,8 +134,7 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
     if loop.options and not loop.is_over:
         fact = f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
         yield f"{fact}: {'train for longer' if loop.num_steps is None else 'raise --steps'}."
-    values = {option.gpu0_bsz for option in loop.options}
-    if isinstance(loop.wanted, int) and values and loop.wanted not in values:
+    if isinstance(loop.wanted, int) and {option.gpu0_bsz for option in loop.options} == {None}:
         yield f"gpu0_bsz={loop.wanted} has no effect: it must be below the even share."
     search = loop.search.search
     if loop.wanted == "auto" and search.smallest > 1 and search.best in (0, 2):
