@@ -172,14 +172,14 @@ class AutoSplit:
         is_ours = any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
         if self._peaks is not None and is_ours:
             peaks, self._peaks = self._peaks.allocated, None
-            if self._is_settled() and not self.search.is_over:
+            if self._note_rule() and not self.search.is_over:
                 self.search.tell(self.search.split(self._batch[0]), peaks, self._batch[1])
             self.num_iterations += 1
 
-    def _is_settled(self) -> bool:
-        """Return whether the iteration before had the same rule.
+    def _note_rule(self) -> bool:
+        """Record the rule of an iteration, and return whether the one before had the same.
 
-        If not, the loop may have held its outputs, and kernels may have been tuned.
+        If not, the loop may have held outputs of that one, and kernels may have been tuned.
         """
         before, self._rule = self._rule, self.split(_LARGE)
         return before == self._rule

@@ -184,7 +184,7 @@ class Loop(AutoSplit):
             return
         self._needed, self._steps = {*self._steps}, []
         measured, self._peaks = self._measured(self._peaks), None
-        is_settled = self._is_settled()
+        is_settled = self._note_rule()
         if not self._needed <= self._stepped:
             # A new optimizer had no state until now, in this iteration and in those before.
             is_settled, self._stepped = False, self._stepped | self._needed

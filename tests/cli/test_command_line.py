@@ -61,6 +61,7 @@ def test_the_version_is_in_the_changelog():
         ("report a.json --fail peak:5%", "--fail needs --against, the report to compare with"),
         ("plan --memory 1GiB", "there is no workload; plan --list names the built-in ones"),
         ("plan char-lm", "plan needs --memory, the capacity of each device: --memory 11GiB"),
+        ("plan mine", "there is no workload 'mine'; built in are"),
         ("plan mine.py --memory 1GiB", "no workload 'mine.py' (a script? balanced-dp run mine.py)"),
         ("demo --emulate --devices 130", "num_devices is 130, but torch has at most 128"),
         ("plan mine:make --memory 2GiB --json /dev/full", "/dev/full cannot be written"),

@@ -219,6 +219,7 @@ def test_chunks_of_one_with_batch_norm(evaluates, script):
     _, report, _ = measured(script, "20", "64", "wrap")
     assert any(1 in option.chunk_sizes for option in report.options) == evaluates
     assert ["gpu0_bsz=1 was not tried" in note for note in report.notes] == [True] * (not evaluates)
+    assert measured(script, "4", "8", "wrap", gpu0_bsz=None)[1].notes == ()  # nothing was searched
 
 
 @pytest.mark.slow

@@ -197,5 +197,7 @@ def test_without_an_option_it_says_what_lacks():
     text = report_markdown(lacking)
     assert "A batch of 16 does not fit: with BalancedDataParallel(6, model), device" in text
     assert "device 0 needs 70 B and lacks 5 B; no other batch was measured" in text
-    assert "option 1" not in text and "```python" not in text
+    assert "option 1" not in text and "```python" not in text and "--reserve" not in text
+    kept = replace(lacking, reserve_bytes=2).what_lacks()
+    assert "lacks 7 B, as 2 B of each is kept free (--reserve); no other" in kept
     assert 'class="line"' not in report_html(lacking)
