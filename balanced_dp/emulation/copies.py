@@ -20,8 +20,6 @@ from .tensor import (
     wrap_elem,
 )
 
-aten = torch.ops.aten
-
 
 def to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
     """Return a copy with another dtype, layout or device: ``Tensor.to``."""
@@ -37,7 +35,7 @@ def to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
     else:
         target = machine.devices[machine.index_of(target)]
     machine.record_copy(self.device, target, elem.numel() * dtype.itemsize)
-    copied: torch.Tensor = operator(aten._to_copy.default).on_shapes(elem, **kwargs)
+    copied: torch.Tensor = operator(torch.ops.aten._to_copy.default).on_shapes(elem, **kwargs)
     if target.type == "cpu":
         return copied
     return wrap_elem(copied, machine, target.index, _copy_label(self, target, machine))

@@ -86,9 +86,7 @@ def exchange_device(index: int) -> int:
 
 def _memory_stats(index: int) -> dict[str, Any]:
     ledger = ledger_of(index)
-    current, total = ledger.allocated_bytes, ledger.total_bytes
-    counted = {"current": current, "peak": ledger.script_peak_bytes}
-    counted |= {"allocated": total, "freed": total - current}
+    counted = ledger.statistics(ledger.script_peak_bytes)
     none = dict.fromkeys(counted, 0)
     pools = dict.fromkeys(("all", "large_pool", "small_pool"), none)
     return {

@@ -91,11 +91,10 @@ def reset_peak_memory_stats(device: Device = None) -> None:
 def memory_stats(device: Device = None) -> dict[str, int]:
     """Return allocator statistics under the names of ``torch.cuda.memory_stats``."""
     ledger = ledger_of(device)
-    current, peak, total = ledger.allocated_bytes, ledger.peak_bytes, ledger.total_bytes
+    counted = ledger.statistics(ledger.peak_bytes)
     stats = {"num_alloc_retries": 0, "num_ooms": ledger.num_ooms}
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
-        values = {"current": current, "peak": peak, "allocated": total, "freed": total - current}
-        stats.update({f"{kind}.all.{name}": value for name, value in values.items()})
+        stats.update({f"{kind}.all.{name}": value for name, value in counted.items()})
     return stats
 
 

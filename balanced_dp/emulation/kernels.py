@@ -50,6 +50,10 @@ def register_kernels() -> torch.library.Library:
         kernels[packet.input] = partial(_recurrent, packet.input)
     for func, kernel in kernels.items():
         library.impl(func, kernel, "AutogradLazy")
+    # Torch composes them of other operators for all backends but the CPU and CUDA.
+    for func in (aten.silu_backward.default, aten.mish_backward.default):
+        kernels[func] = operator(func)
+        library.impl(func, kernels[func], "Lazy")
     HANDLERS.update(
         kernels
         | {

@@ -155,6 +155,11 @@ class DeviceLedger:
             self._free_blocks()
             return self._allocated_bytes
 
+    def statistics(self, peak_bytes: int) -> dict[str, int]:
+        """Return the bytes, with one of the peaks, as ``torch.cuda.memory_stats`` names them."""
+        now, total = self.allocated_bytes, self.total_bytes
+        return {"current": now, "peak": peak_bytes, "allocated": total, "freed": total - now}
+
     def breakdown(self) -> MemoryBreakdown:
         """Return the bytes allocated now and at the peak, by label."""
         with self._lock:

@@ -38,7 +38,6 @@ def patches(machine: Machine) -> Iterator[None]:
     register_casts()
     if not hasattr(torch, DEVICE_TYPE):
         torch._register_device_module(DEVICE_TYPE, device_module)
-    is_cuda = machine.device_type != DEVICE_TYPE
     with (
         _parameters_keep_identity(),
         mock.patch.object(torch.utils, "swap_tensors", _swap_data),
@@ -52,7 +51,7 @@ def patches(machine: Machine) -> Iterator[None]:
         _files_load_to_devices(),
         # Dynamo would trace the Python code of emulated tensors, and print dozens of warnings.
         mock.patch.object(torch, "compile", functools.partial(torch.compile, disable=True)),
-        named_cuda(machine) if is_cuda else nullcontext(),
+        named_cuda(machine) if machine.device_type != DEVICE_TYPE else nullcontext(),
         _no_files() if machine.symbolic else nullcontext(),
     ):
         yield

@@ -30,8 +30,6 @@ from .symbolic import (
     require_known,
 )
 
-aten = torch.ops.aten
-
 # Torch's stubs lack it, as they lack other names of torch._C below.
 AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 """The autocast key of emulated tensors; torch skips it unless autocast is on. See autocast.py."""
