@@ -34,7 +34,6 @@ except ModuleNotFoundError as error:  # the library itself needs none of these
 
 app = typer.Typer(
     name="balanced-dp",
-    help="A torch.nn.DataParallel that gives the first GPU a smaller share of the batch.",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -60,7 +59,7 @@ def options(
         bool, Option("--version", callback=_print_version, is_eager=True, help="Print versions.")
     ] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Give the first GPU of torch.nn.DataParallel a smaller share of the batch."""
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -263,9 +262,8 @@ def probe(
     with suppress(KeyboardInterrupt):
         while True:
             memories = memory_probe.snapshot()
-            devices = [{"label": memory.label, **asdict(memory)} for memory in memories]
             record = {"schema": 1, "versions": _versions(), "machine": platform.platform()}
-            record["devices"] = devices
+            record["devices"] = [{"label": memory.label, **asdict(memory)} for memory in memories]
             console.write(json_file, console.as_json, record, None if watch_s else 2)
             if json_file != arguments.STDOUT:
                 if watch_s is not None:

@@ -59,16 +59,15 @@ def draw_peaks(axes: Axes, report: Report) -> None:
         at = report.best.chunk_sizes[0]
         axes.axvline(at, color="black", linestyle=":", linewidth=1, label=f"the best option: {at}")
     percent = "percent full" if report.has_capacity else "percent of the even split's peak"
-    axes.set(xlabel=f"gpu0_bsz, with batches of {report.batch_size}", ylabel=percent)
+    label = f"gpu0_bsz, with batches of {report.batch_size}"
+    axes.set(xlabel=label, ylabel=percent, ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
     right = axes.twinx()
     right.plot(values, speeds, "^:", color=THIRD, label=f"{name} (right)")
-    right.set(ylabel=name)
+    right.set(ylabel=name, ylim=(0, None))
     right.grid(visible=False)
     right.spines["right"].set_visible(True)
-    for each in (axes, right):
-        each.set_ylim(bottom=0)
     axes.figure.legend(loc="outside lower center", ncols=2)
 
 

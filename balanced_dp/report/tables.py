@@ -264,6 +264,5 @@ def provenance_table(report: Report) -> TextTable:
         **{f"version of {name}": version for name, version in provenance.versions.items()},
         **provenance.machine,
         "parameters of the model": f"{report.num_parameters:,}",
-        "measured steps": str(len(report.options)),
     }
     return TextTable("Where this comes from", ("what", "value"), [*rows.items()])
