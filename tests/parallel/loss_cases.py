@@ -255,6 +255,9 @@ EXACT: dict[str, Callable[..., Any]] = {
         (-n.scale).exp() * F.cross_entropy(o, ignored)
         + n.scale * cross_entropy_of_tokens(n, x, tokens)
     ),
+    "divided by a learned variance": lambda n, x, o, real: (
+        F.mse_loss(o, real) / (2 * n.scale.square()) + n.scale.log()
+    ),
     "checkpointed, reentrant": lambda n, x, o, ignored: (
         checkpoint(F.cross_entropy, o, ignored, use_reentrant=True)
         if o.requires_grad
@@ -300,6 +303,13 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "no count, and one that is 0": lambda n, x, o, flag: rows(o).sum() / torch.tensor(13.0),
     "an option that is False": lambda n, x, o, off: rows(o).sum() / torch.tensor(13.0),
     "penalty by length": lambda n, x, o: rows(o).mean() + n.scale.square() / len(x),
+    "learned factor by length": lambda n, x, o: n.scale.exp() / len(x) * rows(o).sum(),
+    "root of a penalty by length": lambda n, x, o: (
+        rows(o).mean() + (n.head.weight.square().sum() / len(x)).sqrt()
+    ),
+    "learned factors of a stack": lambda n, x, o, real: (
+        torch.stack([F.mse_loss(o, real), F.l1_loss(o, real)]) * n.ones[:2].exp()
+    ).sum(),
     "sum and penalty by length": lambda n, x, o: (rows(o).sum() + n.scale.square()) / len(x),
     "empty mask and penalty": lambda n, x, o, holes: (
         (rows(o) * holes).sum() / holes.sum().clamp(min=1) + n.scale.square()
@@ -374,6 +384,12 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "a number less a sum": lambda n, x, o: 1 - o.square().sum() / 100,
     "trimmed to the longest": lambda n, x, o, growing: (
         n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean()
+    ),
+    "trimmed and flattened": lambda n, x, o, growing: (
+        n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].flatten().square().mean()
+    ),
+    "trimmed, by sample": lambda n, x, o, growing: (
+        n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean((1, 2)).mean()
     ),
     "row of one sample": lambda n, x, o, y: n.head.weight[y[:1]].sum(),
 }

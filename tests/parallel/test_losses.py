@@ -111,6 +111,15 @@ def test_a_warning_gives_its_reason(name, reason):
         model(**given_to(UNCLEAR[name]))
 
 
+def test_an_evaluation_before_training_hides_no_warning():
+    """Its warning, which says nothing of the loss, was the only one."""
+    model, bare = make(UNCLEAR["perplexity"])
+    reasons = "no call with gradients", "it uses Exp"
+    for has_gradients, reason in zip((False, True), reasons, strict=True):
+        _, [text] = step(model, bare, has_gradients, given_to(UNCLEAR["perplexity"]))
+        assert reason in text
+
+
 @pytest.mark.parametrize("name", UNSEEN)
 def test_check_shows_what_no_graph_shows(name):
     model, bare = make(UNSEEN[name])
@@ -154,7 +163,13 @@ def test_chunks_of_one_size(name, size):
     assert is_exact or told or any(kind in name for kind in SILENT)
 
 
-SILENT = "times length", "branch", "balanced cross entropy", "similarities of pairs"
+SILENT = (
+    "times length",
+    "root of a penalty",
+    "branch",
+    "balanced cross entropy",
+    "similarities of pairs",
+)
 
 
 CROSS_ENTROPIES = {
@@ -383,8 +398,10 @@ def test_a_first_batch_in_which_everything_counts(name, gpu0_bsz):
     model, bare = make(EXACT[name], gpu0_bsz)
     given = given_to(EXACT[name])
     whole = {key: WHOLE.get(key, value) for key, value in given.items()}
-    for each in (whole, given, whole, given):
+    for each in (whole, given, whole, given, whole):
         assert step(model, bare, True, each) == (True, [])
+    is_exact, told = step(model, bare, False, given)
+    assert is_exact or told or "inverse of a count" in name  # a number that was read
 
 
 @pytest.mark.parametrize(
@@ -406,6 +423,12 @@ def test_a_count_of_all_entries_is_not_taken_for_good(loss):
     some = {"x": X, "w": torch.rand(len(X)), "y": Y.where(X[:, 0] > 0, -100)}
     assert [step(model, bare, True, ones) for _ in range(2)] == [(True, [])] * 2
     assert "it is divided by something other than its count" in step(model, bare, True, some)[1][0]
+
+
+def test_a_loss_of_one_row_in_a_last_batch_of_one_sample_each():
+    """It was warned of, but is the idiom of scripts for nn.DataParallel."""
+    model, bare = make(lambda n, x, o: rows(o).mean().unsqueeze(0), None)
+    assert [step(model, bare, True, {"x": X[:n]}) for n in (8, 4)] == [(True, [])] * 2
 
 
 def test_one_sample_does_not_show_what_divides_a_sum():

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, TypeGuard
@@ -35,7 +35,10 @@ from .cross_entropy import REDUCTIONS, Counted
 Edges = Sequence[tuple[Any, int]]
 """For each replica, a node and the number of one of its outputs."""
 
-_KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze|Stack|Cat|Sum")
+_VIEWS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
+"""Operators that keep the entries of a tensor."""
+
+_KEEPS = re.compile(rf"{_VIEWS.pattern}|Stack|Cat|Sum")
 """Operators whose inputs are added up, or that keep the entries of a tensor."""
 
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
@@ -46,6 +49,9 @@ _OF_WEIGHTS = re.compile(
     r"|Relu|Softplus|(Log)?Softmax|Mean|(LinalgVector)?Norm|Mm|T|Transpose|Permute|Select|Slice"
 )
 """Operators of penalties and learned factors. No tensor of samples is hidden in them."""
+
+_MAX_BEHIND = 16
+"""How far to look for operators on the entries of a loss, which follow its model."""
 
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
@@ -79,6 +85,13 @@ class Term:
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     own: Sequence[Counted] = ()
+
+    def is_of_selected(self) -> bool:
+        """Return whether it is over entries that a mask selects."""
+        nodes = [edges[0][0] for edges in _behind(self.nodes)]
+        indices = [i for node in nodes for i in getattr(node, "_saved_indices", ())]
+        has_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+        return has_mask or "MaskedSelect" in map(operator_name, nodes)
 
     def times(self, numbers: Sequence[float]) -> Term:
         """Return the term multiplied by a number on each replica."""
@@ -135,28 +148,54 @@ def terms_of(
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     """Return over how many entries each replica reduces its samples; empty if it does not."""
-    inputs = [[edge for edge in node.next_functions if edge[0]] for node, _ in edges]
-    if not all(inputs):
+    nodes, is_even = [node for node, _ in edges], len(set(sizes)) == 1
+    inputs = _inputs_with_graph(nodes)
+    if not inputs or _VIEWS.fullmatch(operator_name(nodes[0])):
         return []
-    numbers, is_even = [len(own[0][0].next_functions) for own in inputs], len(set(sizes)) == 1
-    if _is_stack(inputs[0][0][0]) and (is_even or numbers != [*sizes]):
-        return []  # unless each sample has one
-    outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*own[0]) for own in inputs]
+    outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*edge) for edge in inputs[0]]
     reducer = _reducer(edges[0][0], sizes[0], dim) if is_even else None
     loses_samples = _have_samples(inner, sizes, dim) and not _have_samples(outer, sizes, dim)
     if not (reducer is edges[0][0] if reducer else loses_samples):
         return []
+    for behind in _behind(nodes):
+        numbers = [len(node.next_functions) for node, _ in behind]
+        if _is_stack(behind[0][0]) and (is_even or numbers != [*sizes]):
+            return []  # unless each sample has one
     if dim and is_even and sizes[0] in outer[0]:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
     return [math.prod(a) // (math.prod(b) or 1) for a, b in zip(inner, outer, strict=True)]
 
 
+def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
+    inputs = zip(*(node.next_functions for node in nodes), strict=False)
+    return [own for own in inputs if all(child for child, _ in own)]
+
+
+def _behind(nodes: Sequence[Any]) -> Iterator[Edges]:
+    """Yield what operators compute their results from, entry by entry or as means.
+
+    These are their inputs, the inputs of those and so on, as far as the number of entries is kept.
+    """
+    found, num = _inputs_with_graph(nodes), 0
+    with contextlib.suppress(UnclearError):
+        while num < min(len(found), _MAX_BEHIND):
+            edges, num = found[num], num + 1
+            yield edges
+            nodes = [node for node, _ in edges]
+            keeps_all, size = operator_name(nodes[0]) == "Mean", math.prod(shape_of(*edges[0]))
+            inputs = _inputs_with_graph(nodes)
+            found += [i for i in inputs if keeps_all or math.prod(shape_of(*i[0])) == size]
+
+
 def _is_trimmed(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
     """Return whether the inputs of reductions differ in more than the number of samples."""
-    shapes = [shape_of(*next(e for e in node.next_functions if e[0])) for node in nodes]
-    if any([n] != [*own[dim:][:1]] for own, n in zip(shapes, sizes, strict=True)):
-        return False
-    return len({tuple(n for i, n in enumerate(s) if i != dim % len(s)) for s in shapes}) > 1
+    for edges in _behind(nodes):
+        shapes = [shape_of(*edge) for edge in edges]
+        if all([n] == [*own[dim:][:1]] for own, n in zip(shapes, sizes, strict=True)):
+            others = {tuple(n for i, n in enumerate(s) if i != dim % len(s)) for s in shapes}
+            if len(others) > 1:
+                return True
+    return False
 
 
 def _reducer(node: Any, size: int, dim: int) -> Any:
@@ -221,9 +260,11 @@ def _is_of_weights(edges: Edges, by_operators: bool) -> bool:
         name = operator_name(first)
         is_alike = shapes.count(shapes[0]) == len(shapes)
         is_known = _OF_WEIGHTS.fullmatch(name) if by_operators else is_alike
-        # Samples have no graph themselves, and a custom function hides what it uses.
-        is_scaled = name in ("Mul", "Div") and _multipliers(first)
-        has_others = not is_scaled and any(child is None for edges in inputs for child, _ in edges)
+        # Numbers may be of samples, which have no graph themselves, and a custom function hides
+        # what it uses.
+        scales = {tuple(_multipliers(node)) for node in nodes if name in ("Mul", "Div")}
+        has_none = any(child is None for edges in inputs for child, _ in edges)
+        has_others = len(scales) > 1 or (has_none and not any(scales))
         if has_others or not is_known or isinstance(first, BackwardCFunction):
             return False
         stack += [edges for edges in inputs if edges[0][0]]
@@ -252,11 +293,12 @@ def _inputs(nodes: Sequence[Any], term: Term, is_even: bool) -> list[tuple[Edges
     are_numbers = all(_is_data(divisor) and divisor.numel() == 1 for divisor in divisors)
     if name == "Div" and are_numbers and not term.divisors:
         return [(inputs[0], replace(term, divisors=divisors))]
-    is_product = name == "Mul" and len(inputs) == 2
-    for scale, saved in ((1, "_saved_other"), (0, "_saved_self")) if is_product else ():
+    places = {"Mul": ((1, "_saved_other"), (0, "_saved_self")), "Div": ((1, "_saved_other"),)}
+    for scale, saved in places.get(name, ()) if len(inputs) == 2 else ():
         child, number = inputs[scale][0]
         if child and not shape_of(child, number) and _is_of_weights(inputs[scale], is_even):
-            scales = *term.scales, [getattr(node, saved) for node in nodes]
+            own = [getattr(node, saved) for node in nodes]
+            scales = *term.scales, [1 / one if name == "Div" else one for one in own]
             return [(inputs[1 - scale], replace(term, scales=scales))]
     return []
 
@@ -367,8 +409,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             # Up to its reductions, which are joined, a loss has the same shapes on all.
             is_alike = shapes.count(shapes[0]) == len(shapes)
             is_loss = is_loss and is_alike
-            inputs = zip(*(node.next_functions for node in nodes), strict=False)
-            known = [own for own in inputs if all(child for child, _ in own)]
+            known = _inputs_with_graph(nodes)
             stack += [(own, is_loss) for own in known]
             if is_loss or isinstance(node, BackwardCFunction) or node.name() == "CopySlices":
                 continue

@@ -144,9 +144,11 @@ class Call:
         if torch.is_grad_enabled():
             plans[key] = None  # unless it is known below
             nodes = {one.node: one for found in self.counted for one in found if one.node}
-            weights, means = self._weights_of(terms_of(outputs, sizes, self.dim, nodes), key)
+            terms = terms_of(outputs, sizes, self.dim, nodes)
+            weights, means = self._weights_of(terms, key)
+            may_vary = any(t.is_of_selected() for t in terms) or any(t.scales for t in means)
             # Sets compare hashes, so tensors among the weights are not read.
-            if weights in {sizes, None} and not any(term.scales for term in means):
+            if weights in {sizes, None} and not may_vary:
                 own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
                 plans[key] = weights is None, own, self._form
             return weights, means
@@ -293,11 +295,14 @@ class Call:
         return [weight_of_chunk(self.loss_weight, self.function, *own) for own in self.arguments]
 
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
-        """Warn once that an output, or all of them, may differ from those of the whole batch."""
+        """Warn that an output, or all of them, may differ from those of the whole batch.
+
+        That is once in evaluation, whose reasons may be others, and once with gradients.
+        """
         what = "the result" if path is None else f"output {path or '(the whole)'}"
         what = f"{what} of {nested.described(self.function)}"
-        if what not in self.history.warned:
-            self.history.warned.add(what)
+        if (key := f"{what} {torch.is_grad_enabled()}") not in self.history.warned:
+            self.history.warned.add(key)
             warn(
                 f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
                 "model.check(batch) shows by how much"
