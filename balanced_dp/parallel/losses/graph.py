@@ -88,7 +88,7 @@ class Term:
 
     def is_of_selected(self) -> bool:
         """Return whether it is over entries that a mask selects."""
-        nodes = [edges[0][0] for edges in _behind(self.nodes)]
+        nodes = [node for first in self.nodes[:1] for node, _ in _behind(first)]
         indices = [i for node in nodes for i in getattr(node, "_saved_indices", ())]
         has_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
         return has_mask or "MaskedSelect" in map(operator_name, nodes)
@@ -157,10 +157,10 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     loses_samples = _have_samples(inner, sizes, dim) and not _have_samples(outer, sizes, dim)
     if not (reducer is edges[0][0] if reducer else loses_samples):
         return []
-    for behind in _behind(nodes):
-        numbers = [len(node.next_functions) for node, _ in behind]
-        if _is_stack(behind[0][0]) and (is_even or numbers != [*sizes]):
-            return []  # unless each sample has one
+    are_vectors = all(math.prod(shape) == max(shape, default=1) for shape in inner)
+    stacked = [*map(_num_stacked, nodes)] if are_vectors else [0]
+    if stacked[0] and (is_even or stacked != [*sizes]):
+        return []  # unless each sample has one
     if dim and is_even and sizes[0] in outer[0]:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
     return [math.prod(a) // (math.prod(b) or 1) for a, b in zip(inner, outer, strict=True)]
@@ -171,30 +171,38 @@ def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
     return [own for own in inputs if all(child for child, _ in own)]
 
 
-def _behind(nodes: Sequence[Any]) -> Iterator[Edges]:
-    """Yield what operators compute their results from, entry by entry or as means.
+def _behind(node: Any) -> Iterator[tuple[Any, int]]:
+    """Yield what an operator computes its result from, entry by entry or as means.
 
-    These are their inputs, the inputs of those and so on, as far as the number of entries is kept.
+    These are its inputs, the inputs of those and so on, as far as the number of entries is kept.
     """
-    found, num = _inputs_with_graph(nodes), 0
+    found, num = [edge for edge in node.next_functions if edge[0]], 0
     with contextlib.suppress(UnclearError):
         while num < min(len(found), _MAX_BEHIND):
-            edges, num = found[num], num + 1
-            yield edges
-            nodes = [node for node, _ in edges]
-            keeps_all, size = operator_name(nodes[0]) == "Mean", math.prod(shape_of(*edges[0]))
-            inputs = _inputs_with_graph(nodes)
-            found += [i for i in inputs if keeps_all or math.prod(shape_of(*i[0])) == size]
+            (node, number), num = found[num], num + 1
+            yield node, number
+            is_mean, size = operator_name(node) == "Mean", math.prod(shape_of(node, number))
+            inputs = [edge for edge in node.next_functions if edge[0]]
+            found += [i for i in inputs if is_mean or math.prod(shape_of(*i)) == size]
+
+
+def _num_stacked(node: Any) -> int:
+    """Return of how many numbers, such as several losses, an operator reduces a stack, or 0."""
+    for child, _ in _behind(node):
+        inputs = child.next_functions if operator_name(child) in ("Stack", "Cat") else ()
+        if inputs and all(math.prod(shape_of(*edge)) == 1 for edge in inputs if edge[0]):
+            return len(inputs)
+    return 0
 
 
 def _is_trimmed(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
-    """Return whether the inputs of reductions differ in more than the number of samples."""
-    for edges in _behind(nodes):
+    """Return whether what is reduced differs in more than the number of samples."""
+    for edges in zip(*map(_behind, nodes), strict=False):
         shapes = [shape_of(*edge) for edge in edges]
-        if all([n] == [*own[dim:][:1]] for own, n in zip(shapes, sizes, strict=True)):
+        is_whole = all([n] == [*own[dim:][:1]] for own, n in zip(shapes, sizes, strict=True))
+        if is_whole and len(shapes[0]) > 1:  # else it may be a mean of each sample
             others = {tuple(n for i, n in enumerate(s) if i != dim % len(s)) for s in shapes}
-            if len(others) > 1:
-                return True
+            return len(others) > 1
     return False
 
 
@@ -217,12 +225,6 @@ def _reducer(node: Any, size: int, dim: int) -> Any:
             return None
         node, _ = node.next_functions[0]
     return None
-
-
-def _is_stack(node: Any) -> bool:
-    """Return whether a tensor holds numbers, such as several losses."""
-    is_joined = operator_name(node) in ("Stack", "Cat")
-    return is_joined and all(math.prod(shape_of(*e)) == 1 for e in node.next_functions if e[0])
 
 
 def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int) -> bool:

@@ -142,15 +142,16 @@ class Call:
         """
         sizes, plans = self.chunk_sizes, self.history.plans
         if torch.is_grad_enabled():
-            plans[key] = None  # unless it is known below
+            before, plans[key] = plans.get(key), None  # unless it is known below
             nodes = {one.node: one for found in self.counted for one in found if one.node}
             terms = terms_of(outputs, sizes, self.dim, nodes)
             weights, means = self._weights_of(terms, key)
-            may_vary = any(t.is_of_selected() for t in terms) or any(t.scales for t in means)
             # Sets compare hashes, so tensors among the weights are not read.
-            if weights in {sizes, None} and not may_vary:
+            if weights in {sizes, None} and not any(term.scales for term in means):
                 own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
-                plans[key] = weights is None, own, self._form
+                plan = weights is None, own, self._form
+                if plan == before or not any(term.is_of_selected() for term in terms):
+                    plans[key] = plan
             return weights, means
         if key not in plans:
             return self._weights_of([self._term_by_value(outputs)], key)
