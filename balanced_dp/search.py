@@ -26,7 +26,7 @@ _BISECTED = range(10, 2**16, 2)
 _NUM_COMPARED = 3
 """The iterations of each split that are compared if the peaks of a split vary."""
 
-_VARIES = 0.01
+VARIES = 0.01
 """Peaks that differ by more than this fraction vary. Buckets of gradients move them by less."""
 
 _ROUNDING = 1e-6
@@ -282,7 +282,7 @@ class LoopSearch:
     def _varies(self) -> bool:
         """Return whether the peaks of a split vary."""
         peaks = [[*map(_peak, found)] for found in self._iterations.values()]
-        return any(max(of_split) > min(of_split) * (1 + _VARIES) for of_split in peaks)
+        return any(max(of_split) > min(of_split) * (1 + VARIES) for of_split in peaks)
 
     def ran_out(self, batch_size: int, index: int) -> bool:
         """Record that a device ran out of memory with a batch; return whether the split differs."""

@@ -37,7 +37,7 @@ FOR_EMULATION = """
     nn.parallel._functions._get_stream overrides._get_current_function_mode_stack
     utils._device._device_constructors cuda._exchange_device cuda._maybe_exchange_device
     cuda._cudart cuda._cached_device_count _C._nn._parse_to _C._jit_get_schemas_for_operator
-    distributed.distributed_c10d._NCCL_AVAILABLE
+    distributed.distributed_c10d._NCCL_AVAILABLE profiler.profiler._KinetoProfile
     _C._current_autograd_node _C._current_graph_task_id _C._dispatch_has_kernel_for_dispatch_key
     _C._is_autocast_available _C._ExcludeDispatchKeyGuard _C.DispatchKeySet
     _C.DispatchKey.AutocastPrivateUse1 _C.DispatchKey.CompositeImplicitAutograd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -63,11 +63,10 @@ def run_and_measure(
     """
     num = num_devices if capacities is None else len(capacities)
     emulates = not accelerators(num, emulate)
-    if emulates and reserve is not None and capacities is None:
-        raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
     if capacities is not None and not emulates:
         raise ArgumentError("--memory is for emulated devices; set --emulate or leave it out")
-    checked_reserve(reserve, capacities)
+    if emulates:
+        checked_reserve(reserve, capacities)
     with (
         warnings.catch_warnings(),
         training_devices(
@@ -93,7 +92,7 @@ def run_and_measure(
         )
         with loop.recording(), replaced_data_parallel(loop) as calls:
             exit_code = run_script(script, script_arguments, is_module)
-        notes, name = tuple(_how_it_ended(loop)), Path(script).name
+        notes, name = tuple(loop.notes()), Path(script).name
         if loop.options:
             budgets = loop.budgets  # in the order of the model's devices
             report = Report.of(
@@ -122,23 +121,6 @@ def _place(call: WrappedAt) -> str:
     if is_library(filename):
         return f"{filename}:{line_number}, a line of a library: {source}"
     return f"{os.path.relpath(filename)}:{line_number}: {source}"
-
-
-def _how_it_ended(loop: Loop) -> Iterator[str]:
-    """Yield notes on unusual measurements."""
-    num_taken = loop.num_iterations
-    if loop.num_steps is not None and num_taken >= loop.num_steps:
-        yield f"The script was ended after {num_taken} training steps (--steps)."
-    elif loop.last is not None and not num_taken:
-        yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
-    if loop.options and not loop.is_over:
-        fact = f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
-        yield f"{fact}: {'train for longer' if loop.num_steps is None else 'raise --steps'}."
-    if isinstance(loop.wanted, int) and {option.gpu0_bsz for option in loop.options} == {None}:
-        yield f"gpu0_bsz={loop.wanted} has no effect: it must be below the even share."
-    search = loop.search.search
-    if loop.wanted == "auto" and search.smallest > 1 and search.best in (0, 2):
-        yield "gpu0_bsz=1 was not tried, because BatchNorm computes its statistics from each chunk."
 
 
 def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:

@@ -114,12 +114,14 @@ def _cuda_modules(machine: Machine) -> _Patches:
 def _without_hardware(machine: Machine) -> _Patches:
     """Return patches of functions that differ without CUDA or with unknown gradients."""
     backends: Any = torch.distributed.Backend.default_device_backend_map
-    # A scaler skips the step if a gradient is not finite, which symbolic devices do not know.
-    disabled = property(lambda self: False, lambda self, value: None)
+    never = property(lambda self: None, lambda self, value: None)
     return {
         torch.multiprocessing: {"spawn": _refuse_to_spawn},
         torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
-        torch.amp.GradScaler: {"_enabled": disabled} if machine.symbolic else {},
+        # A scaler skips the step if a gradient is not finite, which symbolic devices do not know.
+        torch.amp.GradScaler: {"_enabled": never} if machine.symbolic else {},
+        # Else each operator prints that it failed to record an event.
+        torch.profiler.profiler._KinetoProfile: {"use_device": never},
         # Scripts compare it, and torchvision compares it with its own.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},

@@ -65,8 +65,7 @@ def current_device() -> int:
 
 def set_device(device: Device) -> None:
     """Set the current device of this thread."""
-    machine = current_machine()
-    machine.thread.current_index = machine.index_of(device)
+    current_machine().thread.current_index = _index(device)
 
 
 def memory_allocated(device: Device = None) -> int:
@@ -116,13 +115,13 @@ def get_device_name(device: Device = None) -> str:
 
 def get_device_properties(device: Device = None) -> EmulatedDeviceProperties:
     """Return the device's name and its capacity in bytes."""
-    index = current_machine().index_of(device)
+    index = _index(device)
     return EmulatedDeviceProperties(f"Emulated device {index}", ledger_of(index).capacity_bytes)
 
 
 def synchronize(device: Device = None) -> None:
     """Check the device; operations on emulated devices are synchronous."""
-    current_machine().index_of(device)
+    _index(device)
 
 
 def empty_cache() -> None:
@@ -141,10 +140,12 @@ def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
 
 def ledger_of(device: Device) -> DeviceLedger:
     """Return the ledger of the device."""
-    machine = current_machine()
-    return machine.ledgers[machine.index_of(device)]
+    return current_machine().ledgers[_index(device)]
 
 
 def _generator(device: Device) -> torch.Generator:
-    machine = current_machine()
-    return machine.generators[machine.index_of(device)]
+    return current_machine().generators[_index(device)]
+
+
+def _index(device: Device) -> int:
+    return current_machine().index_of(device)

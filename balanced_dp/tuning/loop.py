@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,9 @@ from ..memory.breakdown import memory_breakdown
 from ..memory.peaks import Peaks
 from ..parallel.auto import AutoSplit, SplitPolicy
 from ..parallel.data_parallel import BalancedDataParallel
-from ..search import LoopSearch
+from ..search import VARIES, LoopSearch
 from ..split import split_batch
+from ..units import format_bytes
 from .options import Option, arguments_of
 
 _MANY = 10
@@ -42,8 +44,9 @@ class Loop(AutoSplit):
 
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value. On
-            emulated devices the even split comes first. A value takes turns with it, two iterations
-            each, since what a script holds may change while it runs.
+            emulated devices the even split comes first. A value takes turns with it, since what a
+            script holds may change while it runs. Turns are longer each time, from two iterations
+            on, so that both meet what a script does in every n-th iteration.
         devices: the devices of the loop.
         budgets: the bytes of each device that may be used, or None if they do not matter.
         num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
@@ -77,6 +80,8 @@ class Loop(AutoSplit):
         """The optimizers of the last iteration."""
         self._stepped = set[int]()
         """All optimizers since the first one."""
+        self._ranges: dict[tuple[Any, ...], tuple[int, int]] = {}
+        """The lowest and the highest peak of each split, and of each with accumulation."""
         self._begin_search()
 
     def __deepcopy__(self, memo: object) -> Loop:
@@ -139,7 +144,8 @@ class Loop(AutoSplit):
         emulates = is_emulated(self.devices[0])
         if self.wanted == "auto" and (not emulates or any(o.is_even for o in self.options)):
             return super().split(batch_size)
-        is_even = emulates and self.num_iterations // 2 % 2
+        turn = (math.isqrt(8 * self.num_iterations + 9) - 3) // 2  # of 2, 3, 4 ... iterations
+        is_even = emulates and turn % 2
         value = self.wanted if isinstance(self.wanted, int) and not is_even else batch_size
         return split_batch(batch_size, len(self.devices), value)
 
@@ -193,9 +199,40 @@ class Loop(AutoSplit):
         if is_settled and self.is_splitting:
             peaks, accumulates = measured.peak_bytes, self._batch[1]
             self.search.tell(measured.chunk_sizes, peaks, accumulates, measured)
+            kind, peak = (measured.chunk_sizes, accumulates), max(peaks)
+            low, high = self._ranges.get(kind, (peak, peak))
+            self._ranges[kind] = min(low, peak), max(high, peak)
         if self.last is not None and self.num_iterations > 2:
             measured = max(self.last, measured, key=lambda option: max(option.peak_bytes))
         self.last = measured
+
+    def notes(self) -> Iterator[str]:
+        """Yield notes on unusual measurements."""
+        num_taken, search = self.num_iterations, self.search.search
+        if self.num_steps is not None and num_taken >= self.num_steps:
+            yield f"The script was ended after {num_taken} training steps (--steps)."
+        elif self.last is not None and not num_taken:
+            yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
+        if self.options and not self.is_over:
+            fact = (
+                f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
+            )
+            yield f"{fact}: {'train for longer' if self.num_steps is None else 'raise --steps'}."
+        largest = [r for (s, _), r in self._ranges.items() if s in self.search.highest]
+        for low, high in sorted(largest, key=lambda r: r[0] / r[1])[:1]:
+            if high > low * (1 + VARIES):
+                between = f"between {format_bytes(low)} and {format_bytes(high)}"
+                yield f"Steps with one split peaked {between}: options may take more than measured."
+        if isinstance(self.wanted, int) and {option.gpu0_bsz for option in self.options} == {None}:
+            if self.wanted >= search.even:
+                yield f"gpu0_bsz={self.wanted} has no effect: it must be below the even share."
+            else:
+                yield f"gpu0_bsz={self.wanted} was not measured with the largest batch."
+        if self.wanted == "auto" and search.smallest > 1 and search.best in (0, 2):
+            yield (
+                "gpu0_bsz=1 was not tried, because BatchNorm computes its statistics from each "
+                "chunk."
+            )
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         optimizer = self._optimizer()

@@ -269,8 +269,10 @@ def checked_reserve(reserve: int | None, capacities: Sequence[int] | None) -> in
     By default they are ``RESERVE``, or 0 without capacities.
 
     Raises:
-        ArgumentError: they leave nothing of a capacity.
+        ArgumentError: they leave nothing of a capacity, or there are no capacities.
     """
+    if reserve and capacities is None:
+        raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
     default = 0 if capacities is None else RESERVE
     reserve = as_integer("reserve", default if reserve is None else reserve, minimum=0)
     if any(capacity <= reserve for capacity in capacities or ()):

@@ -70,6 +70,7 @@ def test_the_version_is_in_the_changelog():
         ("run --gpu0-bsz many mine.py", "--gpu0-bsz must be a number, auto or even"),
         ("run --memory 512MiB mine.py", "1.00 GiB of each device is kept free"),
         ("run --reserve 1GiB mine.py", "--reserve needs --memory, the capacity of the"),
+        ("tune --reserve 1GiB char-lm", "--reserve needs --memory, the capacity of the"),
         ("run --step 3 mine.py", "there is no option --step (did you mean --steps?); see "),
         ("run --json - mine.py", "stdout is the script's; name a file"),
         ("run --json a --html a mine.py", "a is named twice; name another file for one"),

@@ -98,6 +98,30 @@ def test_a_value_and_the_even_split_take_turns(devices):
     kept.clear()
 
 
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_heavy_steps_count_for_a_value_and_the_even_split(devices, period):
+    """Turns of two steps each, of which one counted, never met every second step."""
+    kept: list[torch.Tensor] = []
+    with split_loop(devices, gpu0_bsz=5) as (loop, model):
+
+        def keep() -> None:
+            size = 2**18 * (loop.num_iterations % period == 0)
+            kept[:] = [torch.ones(size, device=devices[0])]
+
+        train(model, [(32,)] * 15, after_step=keep)
+    kept.clear()
+    assert len(loop.options) == 2
+    assert [option.uses[0]["other"] for option in loop.options] == [2**20] * 2
+    [note] = loop.notes()
+    assert note.startswith("Steps with one split peaked between 3.21 MiB and 4.21 MiB: options")
+
+
+def test_a_value_without_a_step_of_the_largest_batch(devices):
+    """It was said to have no effect."""
+    loop = recorded(devices, [(size,) for size in (32, 32, 64, 64, 64)], gpu0_bsz=5)
+    assert [*loop.notes()] == ["gpu0_bsz=5 was not measured with the largest batch."]
+
+
 def test_the_model_has_the_value_of_its_largest_batch(devices):
     """Scripts store it in their checkpoints."""
     with split_loop(devices) as (_, model):
