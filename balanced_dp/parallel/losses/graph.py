@@ -197,13 +197,13 @@ def _num_stacked(node: Any) -> int:
 
 def _is_trimmed(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
     """Return whether what is reduced differs in more than the number of samples."""
-    for edges in zip(*map(_behind, nodes), strict=False):
-        shapes = [shape_of(*edge) for edge in edges]
-        is_whole = all([n] == [*own[dim:][:1]] for own, n in zip(shapes, sizes, strict=True))
-        if is_whole and len(shapes[0]) > 1:  # else it may be a mean of each sample
-            others = {tuple(n for i, n in enumerate(s) if i != dim % len(s)) for s in shapes}
-            return len(others) > 1
-    return False
+    found = []
+    for node, n in zip(nodes, sizes, strict=True):
+        shapes = (list(shape_of(*edge)) for edge in _behind(node))
+        # With one dimension they may be means of samples.
+        found.append(next((s for s in shapes if len(s) > 1 and s[dim:][:1] == [n]), []))
+    others = {tuple(n for i, n in enumerate(s) if i != dim % len(s)) for s in found if s}
+    return all(found) and len(others) > 1
 
 
 def _reducer(node: Any, size: int, dim: int) -> Any:
@@ -246,8 +246,9 @@ def _is_of_weights(edges: Edges, by_operators: bool) -> bool:
     Args:
         edges: the value on each replica.
         by_operators: whether to accept only operators that never use samples. If False, any
-            operator is accepted whose output has the same shape on all replicas. This is mostly
-            right for chunks of different size, and means nothing for chunks of one size.
+            operator is accepted that is the same on all replicas, and so is the shape of its
+            output. This is mostly right for chunks of different size, and means nothing for chunks
+            of one size.
     """
     stack, seen = [edges], set[Any]()
     while stack:
@@ -260,8 +261,9 @@ def _is_of_weights(edges: Edges, by_operators: bool) -> bool:
         seen.add(first)
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
         name = operator_name(first)
-        is_alike = shapes.count(shapes[0]) == len(shapes)
-        is_known = _OF_WEIGHTS.fullmatch(name) if by_operators else is_alike
+        names = [node and node.name() for node in nodes]
+        is_alike = len({*names}) == 1 and shapes.count(shapes[0]) == len(shapes)
+        is_known = is_alike and (not by_operators or _OF_WEIGHTS.fullmatch(name))
         # Numbers may be of samples, which have no graph themselves, and a custom function hides
         # what it uses.
         scales = {tuple(_multipliers(node)) for node in nodes if name in ("Mul", "Div")}
