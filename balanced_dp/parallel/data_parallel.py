@@ -121,8 +121,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             place or lazy; or weights were changed inside ``shared_weights()``.
 
     Warns:
-        BalanceWarning: once for each input or attribute that it is about, and for each output once
-            with gradients and once without.
+        BalanceWarning: once for each output, input or attribute that it is about; for an output
+            again with gradients after one without.
 
             - ``gpu0_bsz`` is not below the even share of the first batch.
             - A 0-dim output may differ from its value for the whole batch, or the graph shows that

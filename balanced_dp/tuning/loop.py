@@ -80,8 +80,6 @@ class Loop(AutoSplit):
         """The optimizers of the last iteration."""
         self._stepped = set[int]()
         """All optimizers since the first one."""
-        self._ranges: dict[tuple[Any, ...], tuple[int, int]] = {}
-        """The lowest and the highest peak of each split, and of each with accumulation."""
         self._begin_search()
 
     def __deepcopy__(self, memo: object) -> Loop:
@@ -93,6 +91,8 @@ class Loop(AutoSplit):
         return SplitPolicy, (self.gpu0_bsz, self.devices)
 
     def _begin_search(self) -> None:
+        self._ranges: dict[tuple[Any, ...], tuple[int, int]] = {}
+        """The lowest and the highest peak by split and whether gradients accumulate."""
         self.search = LoopSearch(
             self.budgets or [1] * len(self.devices),
             is_careful=not is_emulated(self.devices[0]),

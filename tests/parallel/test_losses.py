@@ -425,6 +425,20 @@ def test_a_count_of_all_entries_is_not_taken_for_good(loss):
     assert "it is divided by something other than its count" in step(model, bare, True, some)[1][0]
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o, y: rows(o)[y > 1].sum(),
+        lambda n, x, o, y: o.index_put((y > 1,), torch.zeros(()).to(o)).mean(),
+        lambda n, x, o, y: torch.cat([n.head(x)[:, :1], o[:, :1]], 1).mean(1).mean(),
+    ],
+)
+def test_losses_that_look_like_means_of_selected_or_stacked_ones(loss):
+    model, bare = make(loss)
+    for has_gradients in (True, False):
+        assert step(model, bare, has_gradients, {"x": X, "y": Y}) == (True, [])
+
+
 def test_a_loss_of_one_row_in_a_last_batch_of_one_sample_each():
     """It was warned of, but is the idiom of scripts for nn.DataParallel."""
     model, bare = make(lambda n, x, o: rows(o).mean().unsqueeze(0), None)

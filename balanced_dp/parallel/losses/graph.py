@@ -89,7 +89,8 @@ class Term:
     def is_of_selected(self) -> bool:
         """Return whether it is over entries that a mask selects."""
         nodes = [node for first in self.nodes[:1] for node, _ in _behind(first)]
-        indices = [i for node in nodes for i in getattr(node, "_saved_indices", ())]
+        selecting = [node for node in nodes if operator_name(node) == "Index"]
+        indices = [index for node in selecting for index in node._saved_indices]
         has_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
         return has_mask or "MaskedSelect" in map(operator_name, nodes)
 
@@ -159,7 +160,7 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
         return []
     are_vectors = all(math.prod(shape) == max(shape, default=1) for shape in inner)
     stacked = [*map(_num_stacked, nodes)] if are_vectors else [0]
-    if stacked[0] and (is_even or stacked != [*sizes]):
+    if all(stacked) and (is_even or stacked != [*sizes]):
         return []  # unless each sample has one
     if dim and is_even and sizes[0] in outer[0]:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
@@ -197,13 +198,12 @@ def _num_stacked(node: Any) -> int:
 
 def _is_trimmed(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
     """Return whether what is reduced differs in more than the number of samples."""
-    found = []
-    for node, n in zip(nodes, sizes, strict=True):
-        shapes = (list(shape_of(*edge)) for edge in _behind(node))
+    for own in zip(*map(_behind, nodes), strict=False):
+        shapes = [list(shape_of(*edge)) for edge in own]
         # With one dimension they may be means of samples.
-        found.append(next((s for s in shapes if len(s) > 1 and s[dim:][:1] == [n]), []))
-    others = {tuple(n for i, n in enumerate(s) if i != dim % len(s)) for s in found if s}
-    return all(found) and len(others) > 1
+        if all(len(s) > 1 and s[dim:][:1] == [n] for s, n in zip(shapes, sizes, strict=True)):
+            return len({tuple(n for i, n in enumerate(s) if i != dim % len(s)) for s in shapes}) > 1
+    return False
 
 
 def _reducer(node: Any, size: int, dim: int) -> Any:
@@ -261,8 +261,7 @@ def _is_of_weights(edges: Edges, by_operators: bool) -> bool:
         seen.add(first)
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
         name = operator_name(first)
-        names = [node and node.name() for node in nodes]
-        is_alike = len({*names}) == 1 and shapes.count(shapes[0]) == len(shapes)
+        is_alike = len({*map(tuple, shapes)}) == len({node.name() for node in nodes}) == 1
         is_known = is_alike and (not by_operators or _OF_WEIGHTS.fullmatch(name))
         # Numbers may be of samples, which have no graph themselves, and a custom function hides
         # what it uses.
@@ -300,7 +299,8 @@ def _inputs(nodes: Sequence[Any], term: Term, is_even: bool) -> list[tuple[Edges
     places = {"Mul": ((1, "_saved_other"), (0, "_saved_self")), "Div": ((1, "_saved_other"),)}
     for scale, saved in places.get(name, ()) if len(inputs) == 2 else ():
         child, number = inputs[scale][0]
-        if child and not shape_of(child, number) and _is_of_weights(inputs[scale], is_even):
+        is_number = all(c for c, _ in inputs[scale]) and not shape_of(child, number)
+        if is_number and _is_of_weights(inputs[scale], is_even):
             own = [getattr(node, saved) for node in nodes]
             scales = *term.scales, [1 / one if name == "Div" else one for one in own]
             return [(inputs[1 - scale], replace(term, scales=scales))]

@@ -142,16 +142,15 @@ class Call:
         """
         sizes, plans = self.chunk_sizes, self.history.plans
         if torch.is_grad_enabled():
-            before, plans[key] = plans.get(key), None  # unless it is known below
+            plans[key] = None  # unless it is known below
             nodes = {one.node: one for found in self.counted for one in found if one.node}
             terms = terms_of(outputs, sizes, self.dim, nodes)
             weights, means = self._weights_of(terms, key)
             # Sets compare hashes, so tensors among the weights are not read.
             if weights in {sizes, None} and not any(term.scales for term in means):
                 own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
-                plan = weights is None, own, self._form
-                if plan == before or not any(term.is_of_selected() for term in terms):
-                    plans[key] = plan
+                if weights is None or not any(term.is_of_selected() for term in terms):
+                    plans[key] = weights is None, own, self._form
             return weights, means
         if key not in plans:
             return self._weights_of([self._term_by_value(outputs)], key)
@@ -296,13 +295,14 @@ class Call:
         return [weight_of_chunk(self.loss_weight, self.function, *own) for own in self.arguments]
 
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
-        """Warn that an output, or all of them, may differ from those of the whole batch.
+        """Warn once that an output, or all of them, may differ from those of the whole batch.
 
-        That is once in evaluation, whose reasons may be others, and once with gradients.
+        A warning without gradients, whose reason may be another, does not prevent one with them.
         """
         what = "the result" if path is None else f"output {path or '(the whole)'}"
         what = f"{what} of {nested.described(self.function)}"
-        if (key := f"{what} {torch.is_grad_enabled()}") not in self.history.warned:
+        key = what if torch.is_grad_enabled() else f"{what} without gradients"
+        if not self.history.warned & {what, key}:
             self.history.warned.add(key)
             warn(
                 f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
