@@ -232,6 +232,7 @@ class LoopSearch:
     Attributes:
         search: the search for the largest batch so far, empty before the first iteration.
         highest: the peaks and the record of each split's highest iteration that is compared.
+        accumulates: whether these have added to gradients that were there.
         is_over: whether the value is final, unless memory runs out.
     """
 
@@ -240,7 +241,7 @@ class LoopSearch:
         self.highest: dict[Split, _Iteration] = {}
         self.is_over = False
         self._share = Fraction(1)
-        self._accumulates = False
+        self.accumulates = False
         self._iterations: dict[Split, list[_Iteration]] = {}
 
     def split(self, batch_size: int) -> Split:
@@ -260,7 +261,7 @@ class LoopSearch:
             accumulates: whether this batch has added to gradients that were there.
             record: the caller's record of it.
         """
-        iteration, largest = (sum(split), accumulates), (self.search.batch_size, self._accumulates)
+        iteration, largest = (sum(split), accumulates), (self.search.batch_size, self.accumulates)
         if iteration < largest:
             return
         if iteration > largest:
@@ -301,7 +302,7 @@ class LoopSearch:
 
     def _begin(self, batch_size: int, accumulates: bool) -> None:
         """Begin the search for a batch. Values that ran out of memory with it stay known."""
-        before, self._accumulates = self.search, accumulates
+        before, self.accumulates = self.search, accumulates
         self._iterations, self.highest = {}, {}
         same = ((s, full) for s, full in before.told.items() if sum(s) == batch_size)
         out = {split: full for split, full in same if max(full) == math.inf}

@@ -218,11 +218,12 @@ class Loop(AutoSplit):
                 f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
             )
             yield f"{fact}: {'train for longer' if self.num_steps is None else 'raise --steps'}."
-        largest = [r for (s, _), r in self._ranges.items() if s in self.search.highest]
-        for low, high in sorted(largest, key=lambda r: r[0] / r[1])[:1]:
-            if high > low * (1 + VARIES):
-                between = f"between {format_bytes(low)} and {format_bytes(high)}"
-                yield f"Steps with one split peaked {between}: options may take more than measured."
+        compared = {(split, self.search.accumulates) for split in self.search.highest}
+        ranges = [self._ranges[kind] for kind in compared & self._ranges.keys()]
+        low, high = min(ranges, key=lambda r: r[0] / r[1], default=(1, 1))
+        if high > low * (1 + VARIES):
+            between = f"between {format_bytes(low)} and {format_bytes(high)}"
+            yield f"Steps with one split peaked {between}: options may take more than measured."
         if isinstance(self.wanted, int) and {option.gpu0_bsz for option in self.options} == {None}:
             if self.wanted >= search.even:
                 yield f"gpu0_bsz={self.wanted} has no effect: it must be below the even share."

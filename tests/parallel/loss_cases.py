@@ -165,8 +165,6 @@ def gradient(net: Net, x: Tensor) -> Tensor:
 PENALTIES: dict[str, Callable[[Net], Any]] = {
     "penalty": lambda n: sum(p.square().sum() for p in n.parameters()),
     "norms of weights": lambda n: sum(p.norm() for p in n.parameters()),
-    "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
-    "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
     "nothing": lambda n: 0.0 * sum(p.sum() for p in n.parameters()),
     "as many weights as samples": lambda n: n.token_head.weight.abs().sum(),
 }
@@ -174,6 +172,8 @@ PENALTIES: dict[str, Callable[[Net], Any]] = {
 
 UNKNOWN_PENALTIES: dict[str, Callable[[Net], Any]] = {
     "orthogonality": lambda n: (gram(n) - torch.eye(CLASSES).to(gram(n))).square().sum(),
+    "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
+    "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
     "distance to old weights": lambda n: (n.head.weight - n.head.weight.detach()).square().sum(),
 }
 """Penalties that may depend on samples, as their graphs do not tell."""
@@ -279,8 +279,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
     # Not linear in means and sums.
-    "masked mean in a checkpoint": lambda n, x, o, mask: checkpoint(
-        lambda o: masked_mean(rows(o), mask), o, use_reentrant=False, preserve_rng_state=False
+    "mean in a checkpoint": lambda n, x, o, real: checkpoint(
+        lambda o: 2 * F.mse_loss(o, real), o, use_reentrant=False, preserve_rng_state=False
     ),
     "moved": lambda n, x, o, real: F.mse_loss(o, real).cpu().to(o.device) * 2,
     "gradient penalty": lambda n, x, o: (
@@ -388,9 +388,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "trimmed and flattened": lambda n, x, o, growing: (
         n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].flatten().square().mean()
     ),
-    "trimmed, by sample": lambda n, x, o, growing: (
-        n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean((1, 2)).mean()
-    ),
     "row of one sample": lambda n, x, o, y: n.head.weight[y[:1]].sum(),
 }
 """What is computed from samples in other ways, and warned of, also where it is exact."""
@@ -407,6 +404,9 @@ UNSEEN: dict[str, Callable[..., Any]] = {
     ),
     "mean times the share of some": (
         lambda n, x, o, real: F.mse_loss(o[1:], real[1:]) * ((len(x) - 1) / len(x))
+    ),
+    "trimmed, by sample": lambda n, x, o, growing: (
+        n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean((1, 2)).mean()
     ),
     "rows by their number": lambda n, x, o: (rows(o) / len(o)).sum(),
     "rare classes": lambda n, x, o, y: masked_mean(rows(o), rarity(y)),

@@ -46,15 +46,15 @@ _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|S
 
 _OF_WEIGHTS = re.compile(
     rf"{_KEEPS.pattern}|Add|Sub|Rsub|Mul|Div|Neg|Abs|Pow|Sqrt|Exp|Log|Reciprocal|Clamp|Sigmoid|Tanh"
-    r"|Relu|Softplus|(Log)?Softmax|Mean|(LinalgVector)?Norm|Mm|T|Transpose|Permute|Select|Slice"
+    r"|Relu|Softplus|(Log)?Softmax|Mean|Norm|Linalg\w+|Mm|T|Transpose|Permute|Select|Slice"
 )
 """Operators of penalties and learned factors. No tensor of samples is hidden in them."""
 
-_MAX_BEHIND = 16
-"""How far to look for operators on the entries of a loss, which follow its model."""
-
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
+
+_MAX_BEHIND = 16
+"""How many operators to look at behind one that reduces entries."""
 
 
 class UnclearError(Exception):
@@ -71,7 +71,7 @@ class Term:
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
         kind: ``"mean"``, ``"sum"``, ``"weights"`` if it is computed from parameters alone, or
-            ``"constant"`` if it seems so from the shapes, or is a number without a graph.
+            ``"constant"`` if it is a number without a graph.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: its node on each replica; empty for a cross entropy.
         own: its cross entropy on each replica; empty if it is another term.
@@ -85,14 +85,6 @@ class Term:
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     own: Sequence[Counted] = ()
-
-    def is_of_selected(self) -> bool:
-        """Return whether it is over entries that a mask selects."""
-        nodes = [node for first in self.nodes[:1] for node, _ in _behind(first)]
-        selecting = [node for node in nodes if operator_name(node) == "Index"]
-        indices = [index for node in selecting for index in node._saved_indices]
-        has_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-        return has_mask or "MaskedSelect" in map(operator_name, nodes)
 
     def times(self, numbers: Sequence[float]) -> Term:
         """Return the term multiplied by a number on each replica."""
@@ -117,7 +109,7 @@ def terms_of(
         raise UnclearError("it has no graph")
     found = []
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
-    stack, is_even = [(start, Term([1.0] * len(losses)))], len(set(sizes)) == 1
+    stack = [(start, Term([1.0] * len(losses)))]
     with looking_at_nodes:
         while stack:
             edges, term = stack.pop()
@@ -131,16 +123,14 @@ def terms_of(
             elif all(node in counted for node in nodes):
                 own = [counted[node] for node in nodes]
                 found.append(replace(term, kind=own[0].kind, own=own))
-            elif not (counts := _counts(edges, sizes, dim)) and (
-                inputs := _inputs(nodes, term, is_even)
-            ):
+            elif not (counts := _counts(edges, sizes, dim)) and (inputs := _inputs(nodes, term)):
                 stack += inputs
-            elif _is_of_weights(edges, is_even):
-                is_certain = _is_of_weights(edges, by_operators=True)
-                found.append(term if is_certain else replace(term, kind="constant"))
+            elif _is_of_weights(edges):
+                found.append(term)
             elif counts and (kind := _kind_of(nodes[0])):
-                if kind == "mean" and _is_trimmed(nodes, sizes, dim):
-                    raise UnclearError("the chunks are padded to lengths of their own")
+                follow = are_equal([n / size for n, size in zip(counts, sizes, strict=True)])
+                if kind == "mean" and not follow and not any(map(_selects, _behind(nodes[0]))):
+                    raise UnclearError("the number of its entries does not follow that of samples")
                 found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
@@ -149,22 +139,56 @@ def terms_of(
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     """Return over how many entries each replica reduces its samples; empty if it does not."""
-    nodes, is_even = [node for node, _ in edges], len(set(sizes)) == 1
-    inputs = _inputs_with_graph(nodes)
-    if not inputs or _VIEWS.fullmatch(operator_name(nodes[0])):
+    node = edges[0][0]
+    inputs = _inputs_with_graph([node for node, _ in edges])
+    if not inputs or _VIEWS.fullmatch(operator_name(node)):
         return []
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*edge) for edge in inputs[0]]
-    reducer = _reducer(edges[0][0], sizes[0], dim) if is_even else None
-    loses_samples = _have_samples(inner, sizes, dim) and not _have_samples(outer, sizes, dim)
-    if not (reducer is edges[0][0] if reducer else loses_samples):
-        return []
-    are_vectors = all(math.prod(shape) == max(shape, default=1) for shape in inner)
-    stacked = [*map(_num_stacked, nodes)] if are_vectors else [0]
-    if all(stacked) and (is_even or stacked != [*sizes]):
-        return []  # unless each sample has one
-    if dim and is_even and sizes[0] in outer[0]:
+    if len({*map(tuple, inner)}) > 1:
+        is_reducing = len({*map(tuple, outer)}) == 1
+    elif is_reducing := len({*sizes}) == 1 and bool(_kind_of(node)):
+        size = sizes[0]
+        is_reducing = _reduces(node, size, dim) and not _is_of_reduced(node, size, dim)
+    sizes_of = zip(map(math.prod, inner), map(math.prod, outer), strict=True)
+    return [num // (of_output or 1) for num, of_output in sizes_of] if is_reducing else []
+
+
+def _reduces(node: Any, size: int, dim: int) -> bool:
+    """Return whether an operator seems to reduce the samples, in chunks of one size."""
+    shape = next(shape_of(*edge) for edge in node.next_functions if edge[0])
+    dims = [d % len(shape) for d in dims_of(node) if shape] or range(len(shape))
+    if dim >= len(shape) and size in shape:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
-    return [math.prod(a) // (math.prod(b) or 1) for a, b in zip(inner, outer, strict=True)]
+    if size in shape[dim:][:1]:
+        return dim % len(shape) in dims
+    is_flat = dim in dims and shape[dim] % size == 0  # as the tokens of all samples are
+    return is_flat or size in [shape[d] for d in dims]
+
+
+def _behind(node: Any) -> Iterator[Any]:
+    """Yield the nodes that compute what an operator reduces, entry by entry."""
+    found = [edge for edge in node.next_functions if edge[0]]
+    size = math.prod(shape_of(*found[0]))
+    for child, number in found:
+        if len(found) < _MAX_BEHIND and math.prod(shape_of(child, number)) == size:
+            yield child
+            found += [edge for edge in child.next_functions if edge[0]]
+
+
+def _selects(node: Any) -> bool:
+    """Return whether an operator selects entries."""
+    return operator_name(node) in ("Index", "IndexSelect", "MaskedSelect", "PackPaddedSequence")
+
+
+def _is_of_reduced(node: Any, size: int, dim: int) -> bool:
+    """Return whether entries are those of reduced samples, or several losses, and no samples."""
+    for child in _behind(node):
+        name, inputs = operator_name(child), [edge for edge in child.next_functions if edge[0]]
+        if name in ("Mean", "Sum") and _reduces(child, size, dim):
+            return True
+        if name in ("Stack", "Cat") and all(math.prod(shape_of(*edge)) == 1 for edge in inputs):
+            return True
+    return False
 
 
 def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
@@ -172,105 +196,31 @@ def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
     return [own for own in inputs if all(child for child, _ in own)]
 
 
-def _behind(node: Any) -> Iterator[tuple[Any, int]]:
-    """Yield what an operator computes its result from, entry by entry or as means.
-
-    These are its inputs, the inputs of those and so on, as far as the number of entries is kept.
-    """
-    found, num = [edge for edge in node.next_functions if edge[0]], 0
-    with contextlib.suppress(UnclearError):
-        while num < min(len(found), _MAX_BEHIND):
-            (node, number), num = found[num], num + 1
-            yield node, number
-            is_mean, size = operator_name(node) == "Mean", math.prod(shape_of(node, number))
-            inputs = [edge for edge in node.next_functions if edge[0]]
-            found += [i for i in inputs if is_mean or math.prod(shape_of(*i)) == size]
-
-
-def _num_stacked(node: Any) -> int:
-    """Return of how many numbers, such as several losses, an operator reduces a stack, or 0."""
-    for child, _ in _behind(node):
-        inputs = child.next_functions if operator_name(child) in ("Stack", "Cat") else ()
-        if inputs and all(math.prod(shape_of(*edge)) == 1 for edge in inputs if edge[0]):
-            return len(inputs)
-    return 0
-
-
-def _is_trimmed(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
-    """Return whether what is reduced differs in more than the number of samples."""
-    for own in zip(*map(_behind, nodes), strict=False):
-        shapes = [list(shape_of(*edge)) for edge in own]
-        # With one dimension they may be means of samples.
-        if all(len(s) > 1 and s[dim:][:1] == [n] for s, n in zip(shapes, sizes, strict=True)):
-            return len({tuple(n for i, n in enumerate(s) if i != dim % len(s)) for s in shapes}) > 1
-    return False
-
-
-def _reducer(node: Any, size: int, dim: int) -> Any:
-    """Return the operator that reduced a dimension of the chunk size, as ``mean(0)`` does, or None.
-
-    It is the node itself, or leads to it through operators that keep the shape. If there is one, a
-    dimension of the node that is a multiple of the chunk size is so by chance.
-    """
-    first = node
-    while node is not None and node.next_functions and node.next_functions[0][0]:
-        inner = shape_of(*node.next_functions[0])
-        dims = [d % len(inner) for d in dims_of(node) if inner]
-        if dims and operator_name(node) in ("Mean", "Sum"):
-            if size in inner[dim:][:1]:
-                return node if dim % len(inner) in dims else None
-            if size in [inner[d] for d in dims]:
-                return node
-        elif node is not first and inner != shape_of(node):
-            return None
-        node, _ = node.next_functions[0]
-    return None
-
-
-def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int) -> bool:
-    """Return whether tensors of these shapes hold samples, or a number for each of them.
-
-    In chunks of one size, those do whose batch dimension is a multiple of it, as is supposed.
-    """
-    shape, is_even = shapes[0], len(set(sizes)) == 1
-    if any(other != shape for other in shapes):
-        return True
-    return is_even and -len(shape) <= dim < len(shape) and shape[dim] % sizes[0] == 0
-
-
-def _is_of_weights(edges: Edges, by_operators: bool) -> bool:
+def _is_of_weights(edges: Edges) -> bool:
     """Return whether a value is computed from parameters and numbers alone, as a penalty is.
 
-    So is one that the replicas share.
-
-    Args:
-        edges: the value on each replica.
-        by_operators: whether to accept only operators that never use samples. If False, any
-            operator is accepted that is the same on all replicas, and so is the shape of its
-            output. This is mostly right for chunks of different size, and means nothing for chunks
-            of one size.
+    So is one that the replicas share. Only operators count that never use samples.
     """
     stack, seen = [edges], set[Any]()
     while stack:
         edges = stack.pop()
         nodes = [node for node, _ in edges]
-        first, shapes = nodes[0], [shape_of(*edge) for edge in edges]
         is_shared = all(edge == edges[0] for edge in edges)  # and no chunk of a tensor
-        if first in seen or is_shared or all(map(is_parameter, nodes)):
+        if nodes[0] in seen or is_shared or all(map(is_parameter, nodes)):
             continue
-        seen.add(first)
-        inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
-        name = operator_name(first)
-        is_alike = len({*map(tuple, shapes)}) == len({node.name() for node in nodes}) == 1
-        is_known = is_alike and (not by_operators or _OF_WEIGHTS.fullmatch(name))
-        # Numbers may be of samples, which have no graph themselves, and a custom function hides
-        # what it uses.
-        scales = {tuple(_multipliers(node)) for node in nodes if name in ("Mul", "Div")}
-        has_none = any(child is None for edges in inputs for child, _ in edges)
-        has_others = len(scales) > 1 or (has_none and not any(scales))
-        if has_others or not is_known or isinstance(first, BackwardCFunction):
+        seen.add(nodes[0])
+        # Numbers may be of samples, which have no graph themselves.
+        numbers = [_multipliers(n) if operator_name(n) in ("Mul", "Div") else () for n in nodes]
+        alike = {
+            (operator_name(node), tuple(shape_of(*edge)), tuple(own))
+            for node, edge, own in zip(nodes, edges, numbers, strict=True)
+        }
+        has_none = any(child is None for node in nodes for child, _ in node.next_functions)
+        is_known = _OF_WEIGHTS.fullmatch(operator_name(nodes[0])) and (numbers[0] or not has_none)
+        if len(alike) > 1 or not is_known:
             return False
-        stack += [edges for edges in inputs if edges[0][0]]
+        inputs = zip(*(node.next_functions for node in nodes), strict=False)
+        stack += [own for own in inputs if own[0][0]]
     return True
 
 
@@ -282,7 +232,7 @@ def _kind_of(node: Any) -> str:
     return REDUCTIONS.get(kind, "")
 
 
-def _inputs(nodes: Sequence[Any], term: Term, is_even: bool) -> list[tuple[Edges, Term]]:
+def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
     """Return the inputs of an operator, and the terms that they are; empty if it is not known."""
     name = operator_name(nodes[0])
     inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
@@ -292,16 +242,17 @@ def _inputs(nodes: Sequence[Any], term: Term, is_even: bool) -> list[tuple[Edges
         # The node of a number less a tensor has no input for the number.
         inputs += [[(None, 0)] * len(nodes)] * (len(numbers) - len(inputs))
         return [(edges, term.times(own)) for edges, own in zip(inputs, numbers, strict=False)]
-    divisors: list[Any] = [getattr(node, "_saved_other", None) for node in nodes]
+    divisors: list[Any] = [_saved(node, "other") for node in nodes]
     are_numbers = all(_is_data(divisor) and divisor.numel() == 1 for divisor in divisors)
     if name == "Div" and are_numbers and not term.divisors:
         return [(inputs[0], replace(term, divisors=divisors))]
-    places = {"Mul": ((1, "_saved_other"), (0, "_saved_self")), "Div": ((1, "_saved_other"),)}
+    places = {"Mul": ((1, "other"), (0, "self")), "Div": ((1, "other"),)}
     for scale, saved in places.get(name, ()) if len(inputs) == 2 else ():
         child, number = inputs[scale][0]
+        own = [_saved(node, saved) for node in nodes]
+        is_known = all(isinstance(one, Tensor) for one in own)
         is_number = all(c for c, _ in inputs[scale]) and not shape_of(child, number)
-        if is_number and _is_of_weights(inputs[scale], is_even):
-            own = [getattr(node, saved) for node in nodes]
+        if is_known and is_number and _is_of_weights(inputs[scale]):
             scales = *term.scales, [1 / one if name == "Div" else one for one in own]
             return [(inputs[1 - scale], replace(term, scales=scales))]
     return []
@@ -319,21 +270,26 @@ def _multipliers(node: Any) -> Sequence[float]:
         return [math.prod(shape) / (math.prod(shape_of(*node.next_functions[0])) or 1)]
     if name == "Neg" or _KEEPS.fullmatch(name):
         return [-1 if name == "Neg" else 1] * len(node.next_functions)
-    if name in ("Mul", "Div") and _is_number(node._saved_other):
-        number = float(node._saved_other)
-        return [number if name == "Mul" else 1 / (number or math.nan)]
+    if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
+        return [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
     return ()
 
 
-def masks_behind(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> list[Tensor]:
-    """Return the tensor of samples that multiplies or selects the entries of a sum, if any."""
+def masks_behind(nodes: Sequence[Any]) -> list[Tensor]:
+    """Return the tensor that multiplies or selects each entry of a sum, if any."""
     masks = []
     for node in nodes:
-        behind, _ = node.next_functions[0]
-        saved = [getattr(behind, f"_saved_{name}", None) for name in ("other", "self", "condition")]
-        masks += [one for one in saved if _is_data(one)][:1]
-    shapes = [mask.shape for mask in masks]
-    return masks if len(masks) == len(sizes) and _have_samples(shapes, sizes, dim) else []
+        behind, number = next(edge for edge in node.next_functions if edge[0])
+        saved = [_saved(behind, name) for name in ("other", "self", "condition")]
+        shape = torch.Size(shape_of(behind, number))
+        masks += [one for one in saved if _is_data(one) and one.shape == shape][:1]
+    return masks if len(masks) == len(nodes) else []
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return a tensor or number that autograd saved; None if a checkpoint would compute it anew."""
+    is_hooked = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
+    return None if is_hooked else getattr(node, f"_saved_{name}", None)
 
 
 def _is_data(saved: object) -> TypeGuard[Tensor]:
@@ -372,7 +328,9 @@ def shape_of(node: Any, number: int = 0) -> Sequence[int]:
 
 def operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
-    return re.sub(r"Backward(s|\d*)$", "", node.name().rpartition("::")[2])
+    name: str = node.name().rpartition("::")[2]
+    # One of a custom function stays whole, as it may be that of an operator.
+    return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
 
 
 def dims_of(node: Any) -> Sequence[int]:

@@ -149,8 +149,7 @@ class Call:
             # Sets compare hashes, so tensors among the weights are not read.
             if weights in {sizes, None} and not any(term.scales for term in means):
                 own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
-                if weights is None or not any(term.is_of_selected() for term in terms):
-                    plans[key] = weights is None, own, self._form
+                plans[key] = weights is None, own, self._form
             return weights, means
         if key not in plans:
             return self._weights_of([self._term_by_value(outputs)], key)
@@ -224,9 +223,7 @@ class Call:
         if not term.divisors:  # Python's numbers are looked at in each call
             for numbers in (sizes, term.counts):
                 if numbers and self._are_divided(term, numbers):
-                    if max(numbers) > 1:
-                        self.history.seen.add(place)
-                    elif place not in self.history.seen:
+                    if max(numbers) == 1:
                         raise UnclearError("one sample does not show whether its number divides it")
                     return self._weights_of_mean(numbers)
             # In chunks of one size, one number may be a count, too.
@@ -235,7 +232,7 @@ class Call:
         divisors: Sequence[Any] = term.divisors or [1 / (factor or math.nan) for factor in factors]
         if are_equal(factors) and self._is_argument(divisors):
             return None
-        masks = masks_behind(term.nodes, sizes, self.dim)
+        masks = masks_behind(term.nodes)
         counts = [mask.sum() for mask in masks] or counts_of(term.own) or term.counts
         if place not in known:  # such calls wait for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
