@@ -142,7 +142,7 @@ def test_jagged_tensors_in_forward():
         return jagged.values().square().mean(), jagged.sum()
 
     model, bare = make(loss)
-    with pytest.warns(BalanceWarning, match="it uses a jagged tensor"):
+    with pytest.warns(BalanceWarning, match="it uses (a jagged tensor|SumBackward)"):
         torch.testing.assert_close(model(X)[0], bare(X)[0])
 
 

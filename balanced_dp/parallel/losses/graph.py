@@ -127,7 +127,8 @@ def terms_of(
                 stack += inputs
             elif _is_of_weights(edges):
                 found.append(term)
-            elif counts and (kind := _kind_of(nodes[0])):
+            elif counts:
+                kind = _kind_of(nodes[0])
                 follow = are_equal([n / size for n, size in zip(counts, sizes, strict=True)])
                 if kind == "mean" and not follow and not any(map(_selects, _behind(nodes[0]))):
                     raise UnclearError("the number of its entries does not follow that of samples")
@@ -139,15 +140,14 @@ def terms_of(
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     """Return over how many entries each replica reduces its samples; empty if it does not."""
-    node = edges[0][0]
+    node, size = edges[0][0], sizes[0]
     inputs = _inputs_with_graph([node for node, _ in edges])
-    if not inputs or _VIEWS.fullmatch(operator_name(node)):
+    if not inputs or not _kind_of(node):
         return []
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*edge) for edge in inputs[0]]
     if len({*map(tuple, inner)}) > 1:
         is_reducing = len({*map(tuple, outer)}) == 1
-    elif is_reducing := len({*sizes}) == 1 and bool(_kind_of(node)):
-        size = sizes[0]
+    elif is_reducing := len({*sizes}) == 1:
         is_reducing = _reduces(node, size, dim) and not _is_of_reduced(node, size, dim)
     sizes_of = zip(map(math.prod, inner), map(math.prod, outer), strict=True)
     return [num // (of_output or 1) for num, of_output in sizes_of] if is_reducing else []
@@ -209,17 +209,18 @@ def _is_of_weights(edges: Edges) -> bool:
         if nodes[0] in seen or is_shared or all(map(is_parameter, nodes)):
             continue
         seen.add(nodes[0])
+        name = operator_name(nodes[0])
         # Numbers may be of samples, which have no graph themselves.
-        numbers = [_multipliers(n) if operator_name(n) in ("Mul", "Div") else () for n in nodes]
+        numbers = [_multipliers(n, name) if name in ("Mul", "Div") else () for n in nodes]
         alike = {
-            (operator_name(node), tuple(shape_of(*edge)), tuple(own))
+            (node.name(), tuple(shape_of(*edge)), tuple(own))
             for node, edge, own in zip(nodes, edges, numbers, strict=True)
         }
-        has_none = any(child is None for node in nodes for child, _ in node.next_functions)
-        is_known = _OF_WEIGHTS.fullmatch(operator_name(nodes[0])) and (numbers[0] or not has_none)
-        if len(alike) > 1 or not is_known:
+        inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
+        is_known = _OF_WEIGHTS.fullmatch(name) and len(alike) == 1
+        has_none = any(child is None for own in inputs for child, _ in own)
+        if not is_known or (has_none and not numbers[0]):
             return False
-        inputs = zip(*(node.next_functions for node in nodes), strict=False)
         stack += [own for own in inputs if own[0][0]]
     return True
 
@@ -236,9 +237,10 @@ def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
     """Return the inputs of an operator, and the terms that they are; empty if it is not known."""
     name = operator_name(nodes[0])
     inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
-    term = replace(term, is_scaled=term.is_scaled or name in ("Mul", "Div"))
+    if name in ("Mul", "Div"):
+        term = replace(term, is_scaled=True)
     # For each input, the number of each replica.
-    if numbers := list(zip(*map(_multipliers, nodes), strict=False)):
+    if numbers := list(zip(*(_multipliers(node, name) for node in nodes), strict=False)):
         # The node of a number less a tensor has no input for the number.
         inputs += [[(None, 0)] * len(nodes)] * (len(numbers) - len(inputs))
         return [(edges, term.times(own)) for edges, own in zip(inputs, numbers, strict=False)]
@@ -258,9 +260,9 @@ def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
     return []
 
 
-def _multipliers(node: Any) -> Sequence[float]:
+def _multipliers(node: Any, name: str) -> Sequence[float]:
     """Return the number by which an operator multiplies each input; empty if it does not."""
-    name, shape = operator_name(node), shape_of(node)
+    shape = shape_of(node)
     if name in ("Add", "Sub", "Rsub"):
         if any(c and math.prod(shape_of(c, n)) != math.prod(shape) for c, n in node.next_functions):
             return ()  # a number is added to each entry
