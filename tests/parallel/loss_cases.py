@@ -68,8 +68,6 @@ GIVEN: dict[str, Any] = {
     "holes": HOLES,  # nothing of a chunk counts
     "token_mask": (_random(BATCH, LENGTH) > 0.4).double() * (INDEX != 1)[:, None],
     "num_items": 8,
-    "flag": torch.tensor(0),
-    "off": False,
     "items_tensor": torch.tensor(8),
 }
 """What losses are given, by the names of their parameters."""
@@ -165,6 +163,8 @@ def gradient(net: Net, x: Tensor) -> Tensor:
 PENALTIES: dict[str, Callable[[Net], Any]] = {
     "penalty": lambda n: sum(p.square().sum() for p in n.parameters()),
     "norms of weights": lambda n: sum(p.norm() for p in n.parameters()),
+    "similar rows": lambda n: (F.normalize(gram(n)) @ F.normalize(gram(n)).T).triu(1).sum(),
+    "singular values": lambda n: torch.linalg.svdvals(n.head.weight).std(),
     "nothing": lambda n: 0.0 * sum(p.sum() for p in n.parameters()),
     "as many weights as samples": lambda n: n.token_head.weight.abs().sum(),
 }
@@ -299,9 +299,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         for name, count in OTHER_DIVISORS.items()
     },
     # Once silently wrong, or an error; some are exact.
-    "an argument that is 0": lambda n, x, o, mask, flag: masked_mean(rows(o), mask),
-    "no count, and one that is 0": lambda n, x, o, flag: rows(o).sum() / torch.tensor(13.0),
-    "an option that is False": lambda n, x, o, off: rows(o).sum() / torch.tensor(13.0),
+    "a tensor that is no count": lambda n, x, o: rows(o).sum() / torch.tensor(13.0),
     "penalty by length": lambda n, x, o: rows(o).mean() + n.scale.square() / len(x),
     "learned factor by length": lambda n, x, o: n.scale.exp() / len(x) * rows(o).sum(),
     "root of a penalty by length": lambda n, x, o: (

@@ -45,8 +45,9 @@ _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|S
 """Operators that compute entries along a dimension from each other, and keep its size."""
 
 _OF_WEIGHTS = re.compile(
-    rf"{_KEEPS.pattern}|Add|Sub|Rsub|Mul|Div|Neg|Abs|Pow|Sqrt|Exp|Log|Reciprocal|Clamp|Sigmoid|Tanh"
-    r"|Relu|Softplus|(Log)?Softmax|Mean|Norm|Linalg\w+|Mm|T|Transpose|Permute|Select|Slice"
+    rf"{_KEEPS.pattern}|Add|Sub|Rsub|Mul|Div|Neg|Abs|Pow|Sqrt|Exp|Log|Reciprocal|Clamp\w*|Sigmoid"
+    r"|Tanh|Relu|Softplus|(Log)?Softmax|Mean|Std|Var|Norm|Linalg\w+|Mm|Bmm|Mv|Dot|T|Transpose"
+    r"|Permute|Expand|Select|Slice|Diagonal|Trace|Tril|Triu"
 )
 """Operators of penalties and learned factors. No tensor of samples is hidden in them."""
 
