@@ -458,10 +458,24 @@ def test_losses_that_look_like_means_of_selected_or_stacked_ones(loss):
         assert step(model, bare, has_gradients, {"x": X, "y": Y}) == (True, [])
 
 
-def test_a_loss_of_one_row_in_a_last_batch_of_one_sample_each():
-    """It was warned of, but is the idiom of scripts for nn.DataParallel."""
-    model, bare = make(lambda n, x, o: rows(o).mean().unsqueeze(0), None)
-    assert [step(model, bare, True, {"x": X[:n]}) for n in (8, 4)] == [(True, [])] * 2
+@pytest.mark.parametrize(
+    ("loss", "sizes"),
+    [
+        # The idiom of scripts for nn.DataParallel, and a last batch of one sample each.
+        (lambda n, x, o, y, part: rows(o).mean().unsqueeze(0), (8, 4)),
+        # Distillation at a temperature of 2.
+        (
+            lambda n, x, o, y, part: (
+                functional.cross_entropy(o, y)
+                + 0.7 * 2**2 * functional.kl_div(o.log_softmax(1), part, reduction="batchmean")
+            ),
+            (8, 12),
+        ),
+    ],
+)
+def test_losses_that_were_warned_of_in_even_splits(loss, sizes):
+    model, bare = make(loss, None)
+    assert [step(model, bare, True, given_to(loss, n)) for n in sizes] == [(True, [])] * 2
 
 
 def test_one_sample_does_not_show_what_divides_a_sum():

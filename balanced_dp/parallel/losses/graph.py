@@ -69,6 +69,7 @@ class Term:
     Attributes:
         factors: the number that multiplies the term on each replica.
         is_scaled: whether a number or a tensor multiplies or divides it.
+        innermost: the number by which the last operator before it does, on the first replica.
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
         kind: ``"mean"``, ``"sum"``, ``"weights"`` if it is computed from parameters alone, or
@@ -80,6 +81,7 @@ class Term:
 
     factors: Sequence[float]
     is_scaled: bool = False
+    innermost: float = 1
     scales: Sequence[Sequence[Tensor]] = ()
     divisors: Sequence[Tensor] = ()
     kind: str = "weights"
@@ -244,6 +246,8 @@ def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
     if numbers := list(zip(*(_multipliers(node, name) for node in nodes), strict=False)):
         # The node of a number less a tensor has no input for the number.
         inputs += [[(None, 0)] * len(nodes)] * (len(numbers) - len(inputs))
+        if name in ("Mul", "Div"):
+            term = replace(term, innermost=numbers[0][0])
         return [(edges, term.times(own)) for edges, own in zip(inputs, numbers, strict=False)]
     divisors: list[Any] = [_saved(node, "other") for node in nodes]
     are_numbers = all(_is_data(divisor) and divisor.numel() == 1 for divisor in divisors)

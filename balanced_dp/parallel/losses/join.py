@@ -170,7 +170,7 @@ class Call:
             # Both are 0 on a replica whose targets are all ignored.
             factors = [output / (value or math.nan) for output, value in pairs if output or value]
             if any(factors) and are_equal(factors, 1e-6):
-                return Term([factors[0]] * len(own), True, kind=own[0].kind, own=own)
+                return Term([factors[0]] * len(own), True, factors[0], kind=own[0].kind, own=own)
         raise UnclearError("no call with gradients has shown how it is computed")
 
     def _weights_of(self, terms: Sequence[Term], key: Any) -> tuple[Weights, Sequence[Term]]:
@@ -251,10 +251,16 @@ class Call:
 
     def _are_divided(self, term: Term, counts: Sequence[int]) -> bool:
         """Return whether numbers divide a term by these counts."""
-        products = [f * n for f, n in zip(term.factors, counts, strict=True) if n]
-        # In chunks of one size, other constants have the same effect.
-        is_even = len(set(self.chunk_sizes)) == 1
-        return term.is_scaled and are_equal([1, *map(abs, products)] if is_even else products)
+        products = [abs(f * n) for f, n in zip(term.factors, counts, strict=True) if n]
+        are_alike = term.is_scaled and are_equal(products)
+        if len({*self.chunk_sizes}) > 1 or not are_alike or not products:
+            return are_alike
+        # In chunks of one size other constants have the same effect, so the first number must be
+        # the count, and the others must not bring in a count once more.
+        known = {counts[0], self.chunk_sizes[0]} - {0, 1}
+        others = [n**sign for n in known for sign in (1, -1)]
+        is_count = are_equal([1, abs(term.innermost * counts[0])])
+        return is_count and not any(are_equal([products[0], other]) for other in others)
 
     def _is_argument(self, divisors: Sequence[Any]) -> bool:
         """Return whether divisors are an argument of the call, as ``num_items_in_batch`` is."""
