@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 BATCH, WIDTH, CLASSES, LENGTH = 13, 6, 5, 4
@@ -68,6 +69,7 @@ GIVEN: dict[str, Any] = {
     "holes": HOLES,  # nothing of a chunk counts
     "token_mask": (_random(BATCH, LENGTH) > 0.4).double() * (INDEX != 1)[:, None],
     "num_items": 8,
+    "lengths": 1 + Y.clamp(max=LENGTH - 1),
     "items_tensor": torch.tensor(8),
 }
 """What losses are given, by the names of their parameters."""
@@ -165,6 +167,7 @@ PENALTIES: dict[str, Callable[[Net], Any]] = {
     "norms of weights": lambda n: sum(p.norm() for p in n.parameters()),
     "similar rows": lambda n: (F.normalize(gram(n)) @ F.normalize(gram(n)).T).triu(1).sum(),
     "singular values": lambda n: torch.linalg.svdvals(n.head.weight).std(),
+    "half a norm": lambda n: (n.head.weight / 2).norm(),
     "nothing": lambda n: 0.0 * sum(p.sum() for p in n.parameters()),
     "as many weights as samples": lambda n: n.token_head.weight.abs().sum(),
 }
@@ -207,6 +210,17 @@ EXACT: dict[str, Callable[..., Any]] = {
         name: lambda n, x, o, real, name=name: getattr(F, f"{name}_loss")(o, real)
         for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin", "poisson_nll")
     },
+    "distilled": lambda n, x, o, y, part: (
+        F.cross_entropy(o, y) + 0.7 * 2**2 * F.kl_div(o.log_softmax(1), part, reduction="batchmean")
+    ),
+    "negative": lambda n, x, o: -rows(o).mean(dim=-1),
+    "targets first": lambda n, x, o, real: F.mse_loss(real, o),
+    "two columns of rows": lambda n, x, o: torch.stack([rows(o), o.abs().sum(1)], 1).mean(),
+    "packed": lambda n, x, o, lengths: (
+        pack_padded_sequence(n.tokens(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        .data.square()
+        .mean()
+    ),
     "multi margin": lambda n, x, o, y: F.multi_margin_loss(o, y),
     "bce": lambda n, x, o, part: F.binary_cross_entropy(o.sigmoid(), part),
     "bce with logits": lambda n, x, o, part: F.binary_cross_entropy_with_logits(o, part),
@@ -223,6 +237,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "two largest classes": lambda n, x, o: o.topk(2).values.square().mean(),
     "entries in order": lambda n, x, o: o.sort(1).values[:, 0].mean() + o.median(1).values.mean(),
     # Sums.
+    "selected sum": lambda n, x, o, y: rows(o)[y > 1].sum(),
     "sum": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum"),
     "variational": lambda n, x, o, part: (
         F.binary_cross_entropy(o.sigmoid(), part, reduction="sum")
@@ -275,6 +290,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     ),
     "sum by the inverse of a count": (
         lambda n, x, o, mask: (rows(o) * mask).sum() * (1 / max(1, int(mask.sum())))
+    ),
+    "masked inputs": lambda n, x, o, real, mask: (
+        F.mse_loss(real * mask[:, None], o * mask[:, None], reduction="sum") / mask.sum()
     ),
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
@@ -334,6 +352,15 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     ),
     # Others.
     "filled": lambda n, x, o, mask: rows(o).masked_fill(mask == 0, 0).sum() / mask.sum(),
+    "masked mean by a statistic": lambda n, x, o, mask: masked_mean(rows(o), mask) / x.abs().mean(),
+    "masked sum times its count": lambda n, x, o, mask: (rows(o) * mask).sum() * mask.sum(),
+    "sum by a tensor, times length": lambda n, x, o, y, items_tensor: (
+        summed(o, y) * len(x) / items_tensor
+    ),
+    "sum by its length, times length": lambda n, x, o: (
+        rows(o).sum() / torch.tensor(float(len(x))) * len(x)
+    ),
+    "sum by another number": lambda n, x, o, num_items: o.square().sum() / (num_items / 2),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
     "masked mean times length": lambda n, x, o, mask: masked_mean(rows(o), mask) * len(x),
     "dot product": lambda n, x, o, weight: weight @ rows(o) / weight.sum(),

@@ -161,6 +161,8 @@ def test_chunks_of_one_size(name, size):
     loss = EXACT.get(name) or UNCLEAR[name]
     model, bare = make(loss, None)
     is_exact, told = step(model, bare, True, given_to(loss, size))
+    if name in EXACT:
+        assert (is_exact and not told) or (told and name == "variational")  # -0.5 may be 1 / n
     assert is_exact or told or any(kind in name for kind in SILENT)
 
 
@@ -444,38 +446,10 @@ def test_a_count_of_all_entries_is_not_taken_for_good(loss):
     assert "it is divided by something other than its count" in step(model, bare, True, some)[1][0]
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda n, x, o, y: rows(o)[y > 1].sum(),
-        lambda n, x, o, y: o.index_put((y > 1,), torch.zeros(()).to(o)).mean(),
-        lambda n, x, o, y: torch.cat([n.head(x)[:, :1], o[:, :1]], 1).mean(1).mean(),
-    ],
-)
-def test_losses_that_look_like_means_of_selected_or_stacked_ones(loss):
-    model, bare = make(loss)
-    for has_gradients in (True, False):
-        assert step(model, bare, has_gradients, {"x": X, "y": Y}) == (True, [])
-
-
-@pytest.mark.parametrize(
-    ("loss", "sizes"),
-    [
-        # The idiom of scripts for nn.DataParallel, and a last batch of one sample each.
-        (lambda n, x, o, y, part: rows(o).mean().unsqueeze(0), (8, 4)),
-        # Distillation at a temperature of 2.
-        (
-            lambda n, x, o, y, part: (
-                functional.cross_entropy(o, y)
-                + 0.7 * 2**2 * functional.kl_div(o.log_softmax(1), part, reduction="batchmean")
-            ),
-            (8, 12),
-        ),
-    ],
-)
-def test_losses_that_were_warned_of_in_even_splits(loss, sizes):
-    model, bare = make(loss, None)
-    assert [step(model, bare, True, given_to(loss, n)) for n in sizes] == [(True, [])] * 2
+def test_a_loss_of_one_row_in_a_last_batch_of_one_sample_each():
+    """It was warned of, but is the idiom of scripts for nn.DataParallel."""
+    model, bare = make(lambda n, x, o: rows(o).mean().unsqueeze(0), None)
+    assert [step(model, bare, True, {"x": X[:n]}) for n in (8, 4)] == [(True, [])] * 2
 
 
 def test_one_sample_does_not_show_what_divides_a_sum():

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,10 +36,7 @@ from .cross_entropy import REDUCTIONS, Counted
 Edges = Sequence[tuple[Any, int]]
 """For each replica, a node and the number of one of its outputs."""
 
-_VIEWS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
-"""Operators that keep the entries of a tensor."""
-
-_KEEPS = re.compile(rf"{_VIEWS.pattern}|Stack|Cat|Sum")
+_KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze|Stack|Cat|Sum")
 """Operators whose inputs are added up, or that keep the entries of a tensor."""
 
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
@@ -68,8 +66,7 @@ class Term:
 
     Attributes:
         factors: the number that multiplies the term on each replica.
-        is_scaled: whether a number or a tensor multiplies or divides it.
-        innermost: the number by which the last operator before it does, on the first replica.
+        numbers: the numbers by which operators multiply it on the first replica, means left out.
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
         kind: ``"mean"``, ``"sum"``, ``"weights"`` if it is computed from parameters alone, or
@@ -80,18 +77,13 @@ class Term:
     """
 
     factors: Sequence[float]
-    is_scaled: bool = False
-    innermost: float = 1
+    numbers: Sequence[float] = ()
     scales: Sequence[Sequence[Tensor]] = ()
     divisors: Sequence[Tensor] = ()
     kind: str = "weights"
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     own: Sequence[Counted] = ()
-
-    def times(self, numbers: Sequence[float]) -> Term:
-        """Return the term multiplied by a number on each replica."""
-        return replace(self, factors=[a * b for a, b in zip(self.factors, numbers, strict=True)])
 
 
 def terms_of(
@@ -132,8 +124,8 @@ def terms_of(
                 found.append(term)
             elif counts:
                 kind = _kind_of(nodes[0])
-                follow = are_equal([n / size for n, size in zip(counts, sizes, strict=True)])
-                if kind == "mean" and not follow and not any(map(_selects, _behind(nodes[0]))):
+                are_known = follow(counts, sizes) or any(map(_selects, _behind(nodes[0])))
+                if kind == "mean" and not are_known:
                     raise UnclearError("the number of its entries does not follow that of samples")
                 found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
             else:
@@ -142,10 +134,10 @@ def terms_of(
 
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
-    """Return over how many entries each replica reduces its samples; empty if it does not."""
+    """Return how many entries an operator reduces on each replica; empty if no samples."""
     node, size = edges[0][0], sizes[0]
-    inputs = _inputs_with_graph([node for node, _ in edges])
-    if not inputs or not _kind_of(node):
+    inputs = _inputs_with_graph([node for node, _ in edges]) if _kind_of(node) else []
+    if not inputs:
         return []
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*edge) for edge in inputs[0]]
     if len({*map(tuple, inner)}) > 1:
@@ -160,11 +152,12 @@ def _reduces(node: Any, size: int, dim: int) -> bool:
     """Return whether an operator seems to reduce the samples, in chunks of one size."""
     shape = next(shape_of(*edge) for edge in node.next_functions if edge[0])
     dims = [d % len(shape) for d in dims_of(node) if shape] or range(len(shape))
-    if dim >= len(shape) and size in shape:
-        raise UnclearError("chunks of one size do not show which dimension holds the samples")
     if size in shape[dim:][:1]:
         return dim % len(shape) in dims
     is_flat = dim in dims and shape[dim] % size == 0  # as the tokens of all samples are
+    kept = [n for d, n in enumerate(shape) if d not in dims]
+    if size in (kept if is_flat else shape[: dim + 1] if dim >= len(shape) else ()):
+        raise UnclearError("chunks of one size do not show which dimension holds the samples")
     return is_flat or size in [shape[d] for d in dims]
 
 
@@ -224,7 +217,7 @@ def _is_of_weights(edges: Edges) -> bool:
         has_none = any(child is None for own in inputs for child, _ in own)
         if not is_known or (has_none and not numbers[0]):
             return False
-        stack += [own for own in inputs if own[0][0]]
+        stack += inputs
     return True
 
 
@@ -240,15 +233,14 @@ def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
     """Return the inputs of an operator, and the terms that they are; empty if it is not known."""
     name = operator_name(nodes[0])
     inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
-    if name in ("Mul", "Div"):
-        term = replace(term, is_scaled=True)
     # For each input, the number of each replica.
     if numbers := list(zip(*(_multipliers(node, name) for node in nodes), strict=False)):
         # The node of a number less a tensor has no input for the number.
         inputs += [[(None, 0)] * len(nodes)] * (len(numbers) - len(inputs))
         if name in ("Mul", "Div"):
-            term = replace(term, innermost=numbers[0][0])
-        return [(edges, term.times(own)) for edges, own in zip(inputs, numbers, strict=False)]
+            term = replace(term, numbers=[*term.numbers, numbers[0][0]])
+        factors = [[*map(operator.mul, term.factors, own)] for own in numbers]
+        return [(i, replace(term, factors=own)) for i, own in zip(inputs, factors, strict=False)]
     divisors: list[Any] = [_saved(node, "other") for node in nodes]
     are_numbers = all(_is_data(divisor) and divisor.numel() == 1 for divisor in divisors)
     if name == "Div" and are_numbers and not term.divisors:
@@ -282,14 +274,18 @@ def _multipliers(node: Any, name: str) -> Sequence[float]:
     return ()
 
 
-def masks_behind(nodes: Sequence[Any]) -> list[Tensor]:
-    """Return the tensor that multiplies or selects each entry of a sum, if any."""
+def masks_behind(nodes: Sequence[Any], dim: int) -> list[Tensor]:
+    """Return the tensor that multiplied or selected the entries of a sum on each replica.
+
+    It is empty if there is none on some of them.
+    """
     masks = []
     for node in nodes:
         behind, number = next(edge for edge in node.next_functions if edge[0])
         saved = [_saved(behind, name) for name in ("other", "self", "condition")]
-        shape = torch.Size(shape_of(behind, number))
-        masks += [one for one in saved if _is_data(one) and one.shape == shape][:1]
+        shape = tuple(shape_of(behind, number))
+        saved = [one for one in saved if _is_data(one) and one.dim() == len(shape)]
+        masks += [one for one in saved if one.shape[: dim + 1] == shape[: dim + 1]][:1]
     return masks if len(masks) == len(nodes) else []
 
 
@@ -318,6 +314,11 @@ def _is_number(saved: object) -> bool:
 def are_equal(numbers: Sequence[float], rel_tol: float = 1e-9) -> bool:
     """Return whether numbers differ by no more than rounding."""
     return all(math.isclose(number, numbers[0], rel_tol=rel_tol) for number in numbers)
+
+
+def follow(counts: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether numbers of entries follow the chunk sizes."""
+    return are_equal([count / size for count, size in zip(counts, sizes, strict=True)])
 
 
 def shape_of(node: Any, number: int = 0) -> Sequence[int]:
@@ -372,7 +373,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             edges, is_loss = stack.pop()
             nodes = [node for node, _ in edges]
             node, shapes = nodes[0], [shape_of(*edge) for edge in edges]
-            if node in seen or len(set(map(type, nodes))) > 1 or is_parameter(node):
+            if node in seen or len(set(map(type, nodes))) > 1:
                 continue
             seen.add(node)
             # Up to its reductions, which are joined, a loss has the same shapes on all.
@@ -398,6 +399,5 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
 
 def _axes(edges: Edges, sizes: Sequence[int]) -> list[int]:
     """Return the dimensions whose sizes follow the numbers of samples of the replicas."""
-    lengths = zip(*(shape_of(*edge) for edge in edges), strict=False)
-    shares = ([a / n for a, n in zip(own, sizes, strict=True)] for own in lengths)
-    return [axis for axis, own in enumerate(shares) if own[0] and are_equal(own)]
+    lengths = enumerate(zip(*(shape_of(*edge) for edge in edges), strict=False))
+    return [axis for axis, own in lengths if own[0] and follow(own, sizes)]

@@ -31,7 +31,7 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, counts_of
-from .graph import Term, UnclearError, are_equal, how_samples_mix, masks_behind, terms_of
+from .graph import Term, UnclearError, are_equal, follow, how_samples_mix, masks_behind, terms_of
 from .weights import ScalarOutputs, Tensors, Weights, ignore_if_empty, joined, weight_of_chunk
 
 _REMEDY = (
@@ -48,9 +48,9 @@ class OutputHistory:
         plans: by function and path of an output, how it was joined in the last call with gradients:
             whether it adds up but for some cross entropies, their positions and factors, and the
             form of the call. None if only the graph tells.
-        fits: by the place of a sum in an output, whether a tensor that divides it was its count.
-        seen: what is looked at once, the outputs that were numbers, and the places of sums that
-            were divided by numbers of samples.
+        fits: by the place of a sum in an output, whether what divides it was its count.
+        seen: functions and cross entropies, which are looked at once, and outputs that were joined
+            as numbers.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
@@ -143,7 +143,7 @@ class Call:
         sizes, plans = self.chunk_sizes, self.history.plans
         if torch.is_grad_enabled():
             plans[key] = None  # unless it is known below
-            nodes = {one.node: one for found in self.counted for one in found if one.node}
+            nodes = {one.node: one for found in self.counted for one in found}
             terms = terms_of(outputs, sizes, self.dim, nodes)
             weights, means = self._weights_of(terms, key)
             # Sets compare hashes, so tensors among the weights are not read.
@@ -170,7 +170,7 @@ class Call:
             # Both are 0 on a replica whose targets are all ignored.
             factors = [output / (value or math.nan) for output, value in pairs if output or value]
             if any(factors) and are_equal(factors, 1e-6):
-                return Term([factors[0]] * len(own), True, factors[0], kind=own[0].kind, own=own)
+                return Term([factors[0]] * len(own), factors[:1], kind=own[0].kind, own=own)
         raise UnclearError("no call with gradients has shown how it is computed")
 
     def _weights_of(self, terms: Sequence[Term], key: Any) -> tuple[Weights, Sequence[Term]]:
@@ -184,7 +184,7 @@ class Call:
         # Some are multiplied by 0, as parameters that must have a gradient.
         terms = [term for term in terms if any(term.factors)]
         for i, term in enumerate(terms):
-            is_divided = term.kind in ("constant", "weights") and self._are_divided(term, sizes)
+            is_divided = term.kind == "weights" and self._are_divided(term, sizes)
             if term.kind == "sum":
                 found.add(self._weights_of_sum(term, (key, len(terms), i, self._form)))
             elif term.divisors or not are_equal(term.factors) or is_divided:
@@ -196,7 +196,7 @@ class Call:
         if len(found) > 1:
             raise UnclearError("its means and sums have different weights")
         kinds = {term.kind for term in terms}
-        if not (found or means) and kinds != {"weights"}:
+        if "constant" in kinds and not (found or means):
             raise UnclearError("no mean or sum over samples was found in it")
         if None in found and not kinds <= {"mean", "sum"}:
             raise UnclearError("a term independent of samples is added to a sum")
@@ -205,8 +205,7 @@ class Call:
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
         """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
         sizes = self.chunk_sizes
-        follow = are_equal([count / size for count, size in zip(counts, sizes, strict=True)])
-        return sizes if follow else tuple(counts)
+        return sizes if follow(counts, sizes) else tuple(counts)
 
     def _weights_of_sum(self, term: Term, place: Any) -> Weights:
         """Return the weights of a sum: None, or its counts if they divide it.
@@ -218,7 +217,7 @@ class Call:
             UnclearError: it is divided by something else.
         """
         sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
-        if not term.is_scaled:
+        if not (term.numbers or term.scales or term.divisors):
             return None
         if not term.divisors:  # Python's numbers are looked at in each call
             for numbers in (sizes, term.counts):
@@ -232,14 +231,12 @@ class Call:
         divisors: Sequence[Any] = term.divisors or [1 / (factor or math.nan) for factor in factors]
         if are_equal(factors) and self._is_argument(divisors):
             return None
-        masks = masks_behind(term.nodes)
+        masks = masks_behind(term.nodes, self.dim)
         counts = [mask.sum() for mask in masks] or counts_of(term.own) or term.counts
         if place not in known:  # such calls wait for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
-            # A count of 0 may have been replaced by 1, or by a number close to 0.
-            fits = all(math.isclose(d, n, rel_tol=1e-6) or (d <= 1 and not n) for d, n in pairs)
-            if fits and counts is term.counts:
-                return self._weights_of_mean(term.counts)
+            # A count of 0 may have been replaced, as by 1 or a number close to 0.
+            fits = all(not n or math.isclose(d, n, rel_tol=1e-6) for d, n in pairs)
             # A count of all entries may be another number in the next call.
             entries = term.counts or [one.num_targets for one in term.own]
             if not fits or any(0 < n != num for (_, n), num in zip(pairs, entries, strict=True)):
@@ -247,19 +244,19 @@ class Call:
         if not known.get(place, True) or (term.divisors and not are_equal(factors)):
             raise UnclearError("it is divided by something other than its count")
         ignore_if_empty(term.nodes, counts)
-        return tuple(counts)
+        return self._weights_of_mean(term.counts) if counts is term.counts else tuple(counts)
 
     def _are_divided(self, term: Term, counts: Sequence[int]) -> bool:
-        """Return whether numbers divide a term by these counts."""
+        """Return whether a term is divided by these counts, and maybe multiplied by a constant."""
         products = [abs(f * n) for f, n in zip(term.factors, counts, strict=True) if n]
-        are_alike = term.is_scaled and are_equal(products)
+        are_alike = bool(term.numbers) and are_equal(products)
         if len({*self.chunk_sizes}) > 1 or not are_alike or not products:
             return are_alike
-        # In chunks of one size other constants have the same effect, so the first number must be
-        # the count, and the others must not bring in a count once more.
+        # In chunks of one size other constants have the same effect, so a number must be the count,
+        # and the others must not bring in a count once more.
         known = {counts[0], self.chunk_sizes[0]} - {0, 1}
         others = [n**sign for n in known for sign in (1, -1)]
-        is_count = are_equal([1, abs(term.innermost * counts[0])])
+        is_count = any(are_equal([1, abs(number * counts[0])]) for number in term.numbers)
         return is_count and not any(are_equal([products[0], other]) for other in others)
 
     def _is_argument(self, divisors: Sequence[Any]) -> bool:
