@@ -165,9 +165,9 @@ def gradient(net: Net, x: Tensor) -> Tensor:
 PENALTIES: dict[str, Callable[[Net], Any]] = {
     "penalty": lambda n: sum(p.square().sum() for p in n.parameters()),
     "norms of weights": lambda n: sum(p.norm() for p in n.parameters()),
-    "similar rows": lambda n: (F.normalize(gram(n)) @ F.normalize(gram(n)).T).triu(1).sum(),
     "singular values": lambda n: torch.linalg.svdvals(n.head.weight).std(),
     "half a norm": lambda n: (n.head.weight / 2).norm(),
+    "softplus by hand": lambda n: n.ones.exp().log1p().sum(),
     "nothing": lambda n: 0.0 * sum(p.sum() for p in n.parameters()),
     "as many weights as samples": lambda n: n.token_head.weight.abs().sum(),
 }
@@ -177,6 +177,7 @@ UNKNOWN_PENALTIES: dict[str, Callable[[Net], Any]] = {
     "orthogonality": lambda n: (gram(n) - torch.eye(CLASSES).to(gram(n))).square().sum(),
     "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
     "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
+    "similar rows": lambda n: (F.normalize(gram(n)) @ F.normalize(gram(n)).T).triu(1).sum(),
     "distance to old weights": lambda n: (n.head.weight - n.head.weight.detach()).square().sum(),
 }
 """Penalties that may depend on samples, as their graphs do not tell."""
@@ -212,6 +213,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     },
     "distilled": lambda n, x, o, y, part: (
         F.cross_entropy(o, y) + 0.7 * 2**2 * F.kl_div(o.log_softmax(1), part, reduction="batchmean")
+    ),
+    "added to a leaf": lambda n, x, o, real: (
+        torch.zeros((), dtype=o.dtype, device=o.device, requires_grad=True) + F.mse_loss(o, real)
     ),
     "negative": lambda n, x, o: -rows(o).mean(dim=-1),
     "targets first": lambda n, x, o, real: F.mse_loss(real, o),
@@ -284,6 +288,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     ),
     "mask of labels": lambda n, x, o, y: (rows(o) * (y != 2)).sum() / (y != 2).sum(),
     "selected": lambda n, x, o, real, holes: F.mse_loss(o[holes > 0], real[holes > 0]),
+    "rows of selected": lambda n, x, o, real, holes: (
+        (o[holes > 0] - real[holes > 0]).square().sum(1).mean() + rows(o)[holes > 0].mean()
+    ),
     "mean of selected": lambda n, x, o, mask: rows(o)[mask > 0].mean(),
     "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
         summed(o, ignored_chunk) / (ignored_chunk != -100).sum()

@@ -43,9 +43,9 @@ _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|S
 """Operators that compute entries along a dimension from each other, and keep its size."""
 
 _OF_WEIGHTS = re.compile(
-    rf"{_KEEPS.pattern}|Add|Sub|Rsub|Mul|Div|Neg|Abs|Pow|Sqrt|Exp|Log|Reciprocal|Clamp\w*|Sigmoid"
-    r"|Tanh|Relu|Softplus|(Log)?Softmax|Mean|Std|Var|Norm|Linalg\w+|Mm|Bmm|Mv|Dot|T|Transpose"
-    r"|Permute|Expand|Select|Slice|Diagonal|Trace|Tril|Triu"
+    rf"{_KEEPS.pattern}|Add|Sub|Rsub|Mul|Div|Neg|Abs|Pow|Sqrt|Exp|Log\w*|Reciprocal|Clamp\w*|Sigmoid"
+    r"|Tanh|Relu|Hardtanh|Softplus|Softmax|Mean|Std|Var|A?(Max|max|Min|min)|Norm|Linalg\w+|\w+Loss"
+    r"|\w*[dD]ist\w*|Mm|Bmm|Mv|Dot|T|Transpose|Permute|Select|Slice|Diagonal|Trace|Tril|Triu"
 )
 """Operators of penalties and learned factors. No tensor of samples is hidden in them."""
 
@@ -124,8 +124,7 @@ def terms_of(
                 found.append(term)
             elif counts:
                 kind = _kind_of(nodes[0])
-                are_known = follow(counts, sizes) or any(map(_selects, _behind(nodes[0])))
-                if kind == "mean" and not are_known:
+                if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[0])):
                     raise UnclearError("the number of its entries does not follow that of samples")
                 found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
             else:
@@ -142,38 +141,48 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*edge) for edge in inputs[0]]
     if len({*map(tuple, inner)}) > 1:
         is_reducing = len({*map(tuple, outer)}) == 1
-    elif is_reducing := len({*sizes}) == 1:
-        is_reducing = _reduces(node, size, dim) and not _is_of_reduced(node, size, dim)
+    elif is_reducing := len({*sizes}) == 1 and _reduces(node, size, dim):
+        is_reducing = not _is_of_reduced(node, size, dim)
+    elif _kind_of(node) == "mean" and math.prod(outer[0]) == 1:
+        is_reducing = _is_of_selected(node)  # as many on each device
     sizes_of = zip(map(math.prod, inner), map(math.prod, outer), strict=True)
     return [num // (of_output or 1) for num, of_output in sizes_of] if is_reducing else []
 
 
 def _reduces(node: Any, size: int, dim: int) -> bool:
     """Return whether an operator seems to reduce the samples, in chunks of one size."""
-    shape = next(shape_of(*edge) for edge in node.next_functions if edge[0])
+    child, number = next(edge for edge in node.next_functions if edge[0])
+    shape = shape_of(child, number)
     dims = [d % len(shape) for d in dims_of(node) if shape] or range(len(shape))
-    if size in shape[dim:][:1]:
-        return dim % len(shape) in dims
-    is_flat = dim in dims and shape[dim] % size == 0  # as the tokens of all samples are
+    stacked = dims_of(child) if operator_name(child) == "Stack" else ()
+    if dim in stacked:
+        return size in [shape[d] for d in dims if d not in stacked]
+    reduced = [shape[d] for d in dims]
     kept = [n for d, n in enumerate(shape) if d not in dims]
-    if size in (kept if is_flat else shape[: dim + 1] if dim >= len(shape) else ()):
+    length, is_along = [*shape[dim:][:1], 0][0], dim % max(len(shape), 1) in dims
+    # The tokens of all samples are a multiple of the chunk size. So may others be.
+    others = shape if dim >= len(shape) else kept if is_along else reduced
+    if length != size and length % size == 0 and size in others:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
-    return is_flat or size in [shape[d] for d in dims]
+    return is_along if length and length % size == 0 else size in reduced
 
 
-def _behind(node: Any) -> Iterator[Any]:
-    """Yield the nodes that compute what an operator reduces, entry by entry."""
+def _behind(node: Any, by_rows: bool = False) -> Iterator[Any]:
+    """Yield the nodes that compute what an operator reduces, entry by entry or row by row."""
     found = [edge for edge in node.next_functions if edge[0]]
-    size = math.prod(shape_of(*found[0]))
+    size = shape_of(*found[0])
     for child, number in found:
-        if len(found) < _MAX_BEHIND and math.prod(shape_of(child, number)) == size:
+        shape = shape_of(child, number)
+        are_rows = shape[:1] == size[:1] if by_rows else math.prod(shape) == math.prod(size)
+        if len(found) < _MAX_BEHIND and are_rows:
             yield child
             found += [edge for edge in child.next_functions if edge[0]]
 
 
-def _selects(node: Any) -> bool:
-    """Return whether an operator selects entries."""
-    return operator_name(node) in ("Index", "IndexSelect", "MaskedSelect", "PackPaddedSequence")
+def _is_of_selected(node: Any) -> bool:
+    """Return whether the entries that an operator reduces are of rows that were selected."""
+    names = {operator_name(child) for child in _behind(node, by_rows=True)}
+    return bool(names & {"Index", "IndexSelect", "MaskedSelect", "PackPaddedSequence"})
 
 
 def _is_of_reduced(node: Any, size: int, dim: int) -> bool:
@@ -182,7 +191,8 @@ def _is_of_reduced(node: Any, size: int, dim: int) -> bool:
         name, inputs = operator_name(child), [edge for edge in child.next_functions if edge[0]]
         if name in ("Mean", "Sum") and _reduces(child, size, dim):
             return True
-        if name in ("Stack", "Cat") and all(math.prod(shape_of(*edge)) == 1 for edge in inputs):
+        are_numbers = [math.prod(shape_of(*edge)) == 1 for edge in inputs]
+        if name in ("Stack", "Cat", "CopySlices") and any(are_numbers):
             return True
     return False
 
@@ -351,9 +361,9 @@ def dims_of(node: Any) -> Sequence[int]:
 
 def is_parameter(node: Any) -> bool:
     """Return whether a node stands for a parameter, or its copies on a device."""
-    is_copy = isinstance(node, Broadcast._backward_cls)
-    # Inputs may be leaves, too.
-    return is_copy or isinstance(getattr(node, "variable", None), nn.Parameter)
+    is_copy, leaf = isinstance(node, Broadcast._backward_cls), getattr(node, "variable", None)
+    # Inputs may be leaves, too, but no chunk is a number, as a loss is to which others are added.
+    return is_copy or isinstance(leaf, nn.Parameter) or (leaf is not None and not leaf.dim())
 
 
 def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -> str:

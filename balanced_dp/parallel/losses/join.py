@@ -184,7 +184,8 @@ class Call:
         # Some are multiplied by 0, as parameters that must have a gradient.
         terms = [term for term in terms if any(term.factors)]
         for i, term in enumerate(terms):
-            is_divided = term.kind == "weights" and self._are_divided(term, sizes)
+            products = [1, *(abs(f * n) for f, n in zip(term.factors, sizes, strict=True))]
+            is_divided = term.kind == "weights" and term.numbers and are_equal(products)
             if term.kind == "sum":
                 found.add(self._weights_of_sum(term, (key, len(terms), i, self._form)))
             elif term.divisors or not are_equal(term.factors) or is_divided:
@@ -205,7 +206,8 @@ class Call:
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
         """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
         sizes = self.chunk_sizes
-        return sizes if follow(counts, sizes) else tuple(counts)
+        divisor = math.gcd(*counts) or 1  # so that they are those of means with other widths
+        return sizes if follow(counts, sizes) else tuple(count // divisor for count in counts)
 
     def _weights_of_sum(self, term: Term, place: Any) -> Weights:
         """Return the weights of a sum: None, or its counts if they divide it.
@@ -235,8 +237,8 @@ class Call:
         counts = [mask.sum() for mask in masks] or counts_of(term.own) or term.counts
         if place not in known:  # such calls wait for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
-            # A count of 0 may have been replaced, as by 1 or a number close to 0.
-            fits = all(not n or math.isclose(d, n, rel_tol=1e-6) for d, n in pairs)
+            # A count of 0 may have been replaced by 1, or by a number close to 0.
+            fits = all(math.isclose(d, n, rel_tol=1e-6) or (d <= 1 and not n) for d, n in pairs)
             # A count of all entries may be another number in the next call.
             entries = term.counts or [one.num_targets for one in term.own]
             if not fits or any(0 < n != num for (_, n), num in zip(pairs, entries, strict=True)):
