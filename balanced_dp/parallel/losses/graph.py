@@ -44,7 +44,7 @@ _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|S
 
 _OF_WEIGHTS = re.compile(
     rf"{_KEEPS.pattern}|Add|Sub|Rsub|Mul|Div|Neg|Abs|Pow|Sqrt|Exp|Log\w*|Reciprocal|Clamp\w*|Sigmoid"
-    r"|Tanh|Relu|Hardtanh|Softplus|Softmax|Mean|Std|Var|A?(Max|max|Min|min)|Norm|Linalg\w+|\w+Loss"
+    r"|Tanh|Relu|Hardtanh|Softplus|Softmax|Mean|Std|Var|A?(Max|max|Min|min)|Norm|Linalg\w+|MseLoss"
     r"|\w*[dD]ist\w*|Mm|Bmm|Mv|Dot|T|Transpose|Permute|Select|Slice|Diagonal|Trace|Tril|Triu"
 )
 """Operators of penalties and learned factors. No tensor of samples is hidden in them."""
@@ -150,17 +150,23 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
 
 
 def _reduces(node: Any, size: int, dim: int) -> bool:
-    """Return whether an operator seems to reduce the samples, in chunks of one size."""
+    """Return whether an operator reduces the samples, in chunks of one size.
+
+    They are along ``dim`` if its length is a multiple of the chunk size, as that of all tokens is,
+    and otherwise along a dimension of the chunk size.
+
+    Raises:
+        UnclearError: they may as well be along another dimension.
+    """
     child, number = next(edge for edge in node.next_functions if edge[0])
     shape = shape_of(child, number)
     dims = [d % len(shape) for d in dims_of(node) if shape] or range(len(shape))
     stacked = dims_of(child) if operator_name(child) == "Stack" else ()
-    if dim in stacked:
+    if dim in stacked:  # several heads or steps, before the samples of each
         return size in [shape[d] for d in dims if d not in stacked]
     reduced = [shape[d] for d in dims]
     kept = [n for d, n in enumerate(shape) if d not in dims]
     length, is_along = [*shape[dim:][:1], 0][0], dim % max(len(shape), 1) in dims
-    # The tokens of all samples are a multiple of the chunk size. So may others be.
     others = shape if dim >= len(shape) else kept if is_along else reduced
     if length != size and length % size == 0 and size in others:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
