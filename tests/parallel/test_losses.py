@@ -455,8 +455,13 @@ def test_a_loss_of_one_row_in_a_last_batch_of_one_sample_each():
 def test_one_sample_does_not_show_what_divides_a_sum():
     """One times a sum was averaged without a word."""
     given = {"x": X[:4], "factor": 1.0}
-    scaled, bare = make(lambda n, x, o, factor: factor * o.square().sum(), None)
-    assert step(scaled, bare, True, given)[1]
+    for loss in (
+        lambda n, x, o, factor: factor * o.square().sum(),
+        lambda n, x, o, factor: n.scale.exp() * rows(o).sum(),
+        lambda n, x, o, factor: n.scale.exp() * functional.mse_loss(o, 2 * o, reduction="sum"),
+    ):
+        model, bare = make(loss, None)
+        assert step(model, bare, True, given)[1]
 
 
 @pytest.mark.parametrize(("gpu0_bsz", "size", "least"), [(1, 13, 1), (1, 3, 0), (None, 12, 1)])

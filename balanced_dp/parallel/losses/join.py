@@ -221,6 +221,8 @@ class Call:
         sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
         if not (term.numbers or term.scales or term.divisors):
             return None
+        if term.scales and max(sizes) == 1:
+            raise UnclearError("one sample does not show whether its number divides it")
         if not term.divisors:  # Python's numbers are looked at in each call
             for numbers in (sizes, term.counts):
                 if numbers and self._are_divided(term, numbers):
