@@ -177,6 +177,8 @@ UNKNOWN_PENALTIES: dict[str, Callable[[Net], Any]] = {
     "orthogonality": lambda n: (gram(n) - torch.eye(CLASSES).to(gram(n))).square().sum(),
     "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
     "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
+    "distance to as many old weights": lambda n: (n.ones * n.ones.detach() - 2).square().sum(),
+    "orthogonality of as many": lambda n: (n.ones.outer(n.ones) - torch.eye(12).to(n.ones)).sum(),
     "similar rows": lambda n: (F.normalize(gram(n)) @ F.normalize(gram(n)).T).triu(1).sum(),
     "distance to old weights": lambda n: (n.head.weight - n.head.weight.detach()).square().sum(),
 }
@@ -315,6 +317,10 @@ EXACT: dict[str, Callable[..., Any]] = {
 """Losses that are means and sums over samples, or computed from these."""
 
 UNCLEAR: dict[str, Callable[..., Any]] = {
+    **{
+        f"{name}, alone": lambda n, x, o, penalty=penalty: (rows(o).sum(), penalty(n))
+        for name, penalty in UNKNOWN_PENALTIES.items()
+    },
     **{
         name: lambda n, x, o, real, penalty=penalty: F.mse_loss(o, real) + 0.01 * penalty(n)
         for name, penalty in UNKNOWN_PENALTIES.items()

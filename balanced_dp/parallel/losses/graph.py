@@ -124,6 +124,8 @@ def terms_of(
                 found.append(term)
             elif counts:
                 kind = _kind_of(nodes[0])
+                if kind == "sum" and len({*sizes}) == 1 and _is_of_weights(edges, or_like=True):
+                    raise UnclearError("its entries may be weights, and no samples")
                 if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[0])):
                     raise UnclearError("the number of its entries does not follow that of samples")
                 found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
@@ -208,10 +210,11 @@ def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
     return [own for own in inputs if all(child for child, _ in own)]
 
 
-def _is_of_weights(edges: Edges) -> bool:
+def _is_of_weights(edges: Edges, or_like: bool = False) -> bool:
     """Return whether a value is computed from parameters and numbers alone, as a penalty is.
 
-    So is one that the replicas share. Only operators count that never use samples.
+    So is one that the replicas share. Only operators count that never use samples; with
+    ``or_like``, also those that select weights, and tensors without a graph that have their shape.
     """
     stack, seen = [edges], set[Any]()
     while stack:
@@ -229,9 +232,11 @@ def _is_of_weights(edges: Edges) -> bool:
             for node, edge, own in zip(nodes, edges, numbers, strict=True)
         }
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
-        is_known = _OF_WEIGHTS.fullmatch(name) and len(alike) == 1
         has_none = any(child is None for own in inputs for child, _ in own)
-        if not is_known or (has_none and not numbers[0]):
+        shapes = [shape_of(*own[0]) for own in inputs if own[0][0]] if or_like else []
+        is_like = or_like and (name == "Index" or shape_of(*edges[0]) in shapes)
+        is_known = is_like or _OF_WEIGHTS.fullmatch(name)
+        if not is_known or len(alike) > 1 or (has_none and not numbers[0] and not is_like):
             return False
         stack += inputs
     return True
