@@ -276,6 +276,9 @@ EXACT: dict[str, Callable[..., Any]] = {
         (-n.scale).exp() * F.cross_entropy(o, ignored)
         + n.scale * cross_entropy_of_tokens(n, x, tokens)
     ),
+    "a number added to a learned one": lambda n, x, o, ignored: (
+        0.5 / n.ones[0] ** 2 * F.cross_entropy(o, ignored) + torch.log(1 + n.ones[0] ** 2)
+    ),
     "divided by a learned variance": lambda n, x, o, real: (
         F.mse_loss(o, real) / (2 * n.scale.square()) + n.scale.log()
     ),
@@ -448,6 +451,9 @@ UNSEEN: dict[str, Callable[..., Any]] = {
     ),
     "rows by their number": lambda n, x, o: (rows(o) / len(o)).sum(),
     "rare classes": lambda n, x, o, y: masked_mean(rows(o), rarity(y)),
+    "a learned number less a statistic": lambda n, x, o: (
+        rows(o).mean() + (n.scale.exp() - x.std()).square()
+    ),
     "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
     "mixup of the inputs": lambda n, x, o, real: F.mse_loss(n.head((x + x.flip(0)) / 2), real),
 }

@@ -227,16 +227,18 @@ def _is_of_weights(edges: Edges, or_like: bool = False) -> bool:
         name = operator_name(nodes[0])
         # Numbers may be of samples, which have no graph themselves.
         numbers = [_multipliers(n, name) if name in ("Mul", "Div") else () for n in nodes]
-        alike = {
-            (node.name(), tuple(shape_of(*edge)), tuple(own))
-            for node, edge, own in zip(nodes, edges, numbers, strict=True)
-        }
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
-        has_none = any(child is None for own in inputs for child, _ in own)
-        shapes = [shape_of(*own[0]) for own in inputs if own[0][0]] if or_like else []
-        is_like = or_like and (name == "Index" or shape_of(*edges[0]) in shapes)
+        have_none = [[child is None for child, _ in node.next_functions] for node in nodes]
+        alike = {
+            (node.name(), *shape_of(*edge), *own, *nones)
+            for node, edge, own, nones in zip(nodes, edges, numbers, have_none, strict=True)
+        }
+        shape, shapes = shape_of(*edges[0]), [shape_of(*own[0]) for own in inputs if own[0][0]]
+        is_like = or_like and (name == "Index" or shape in shapes)
+        # What is added to a number is taken for a number, as in log(1 + s ** 2).
+        may_have_none = numbers[0] or is_like or (name in ("Add", "Sub", "Rsub") and not shape)
         is_known = is_like or _OF_WEIGHTS.fullmatch(name)
-        if not is_known or len(alike) > 1 or (has_none and not numbers[0] and not is_like):
+        if not is_known or len(alike) > 1 or (any(have_none[0]) and not may_have_none):
             return False
         stack += inputs
     return True
