@@ -243,6 +243,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "two largest classes": lambda n, x, o: o.topk(2).values.square().mean(),
     "entries in order": lambda n, x, o: o.sort(1).values[:, 0].mean() + o.median(1).values.mean(),
     # Sums.
+    "sum of sums": lambda n, x, o, real: sum([o.square().sum(), (o - real).abs().sum()]),
+    "minus a sum": lambda n, x, o: -1 * o.square().sum() + torch.zeros(1).to(o).squeeze(),
     "selected sum": lambda n, x, o, y: rows(o)[y > 1].sum(),
     "sum": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum"),
     "variational": lambda n, x, o, part: (
@@ -279,6 +281,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     "a number added to a learned one": lambda n, x, o, ignored: (
         0.5 / n.ones[0] ** 2 * F.cross_entropy(o, ignored) + torch.log(1 + n.ones[0] ** 2)
     ),
+    "a learned factor in a vector": lambda n, x, o, ignored: (
+        0.5 / (n.token_head.weight[0, :1] ** 2 + 1) * F.cross_entropy(o, ignored)
+    ),
     "divided by a learned variance": lambda n, x, o, real: (
         F.mse_loss(o, real) / (2 * n.scale.square()) + n.scale.log()
     ),
@@ -305,6 +310,12 @@ EXACT: dict[str, Callable[..., Any]] = {
     ),
     "masked inputs": lambda n, x, o, real, mask: (
         F.mse_loss(real * mask[:, None], o * mask[:, None], reduction="sum") / mask.sum()
+    ),
+    "each token, by their count": lambda n, x, o, tokens: (
+        F.cross_entropy(n.tokens(x).flatten(0, 1), tokens.flatten(), reduction="none")
+        .view(tokens.shape)
+        .sum()
+        / (tokens != -100).sum(1).sum()
     ),
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
@@ -421,8 +432,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
             o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
         )
     ),
-    "sum plus a number": lambda n, x, o: o.square().sum() + 1,
-    "a number less a sum": lambda n, x, o: 1 - o.square().sum() / 100,
     "trimmed to the longest": lambda n, x, o, growing: (
         n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean()
     ),
@@ -454,6 +463,7 @@ UNSEEN: dict[str, Callable[..., Any]] = {
     "a learned number less a statistic": lambda n, x, o: (
         rows(o).mean() + (n.scale.exp() - x.std()).square()
     ),
+    "sum plus a number": lambda n, x, o: o.square().sum() + 1,
     "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
     "mixup of the inputs": lambda n, x, o, real: F.mse_loss(n.head((x + x.flip(0)) / 2), real),
 }

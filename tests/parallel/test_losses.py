@@ -101,7 +101,7 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
         ("sum by a mean", "it is divided by something other than its count"),
         ("sum and mean", "its means and sums have different weights"),
         ("sum and penalty", "a term independent of samples is added to a sum"),
-        ("mean times length", "the replicas multiply a term by different numbers"),
+        ("mean times length", "the replicas may multiply a term by different numbers"),
         ("branch", "the replicas computed it differently, as by a branch"),
         ("balanced cross entropy", "the weights of its classes differ between the devices"),
     ],
@@ -428,9 +428,6 @@ def test_a_first_batch_in_which_everything_counts(name, gpu0_bsz):
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda n, x, o, w, y: (
-            functional.cross_entropy(o, y, reduction="none").sum() / (y != -100).sum()
-        ),
         lambda n, x, o, w, y: (rows(o) * w).sum() / torch.ones_like(w).sum(),
         lambda n, x, o, w, y: (
             functional.cross_entropy(o, y, reduction="sum") / torch.tensor(len(y))
@@ -478,7 +475,7 @@ def test_a_first_batch_in_which_nothing_counts(gpu0_bsz, size, least):
 
 
 def test_what_is_unclear_in_an_even_split_is_clear_in_another():
-    model, bare = make(lambda n, x, o: o.square().sum() * 0.25, 4)
+    model, bare = make(lambda n, x, o: o.square().sum() * 0.5, 4)
     found = [step(model, bare, True, {"x": X[:size]}) for size in (12, 13)]
     assert found[0][1] and found[1][0]
 

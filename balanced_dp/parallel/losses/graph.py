@@ -236,7 +236,8 @@ def _is_of_weights(edges: Edges, or_like: bool = False) -> bool:
         shape, shapes = shape_of(*edges[0]), [shape_of(*own[0]) for own in inputs if own[0][0]]
         is_like = or_like and (name == "Index" or shape in shapes)
         # What is added to a number is taken for a number, as in log(1 + s ** 2).
-        may_have_none = numbers[0] or is_like or (name in ("Add", "Sub", "Rsub") and not shape)
+        is_sum = name in ("Add", "Sub", "Rsub") and math.prod(shape) == 1
+        may_have_none = numbers[0] or is_like or is_sum
         is_known = is_like or _OF_WEIGHTS.fullmatch(name)
         if not is_known or len(alike) > 1 or (any(have_none[0]) and not may_have_none):
             return False
@@ -273,8 +274,9 @@ def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
         child, number = inputs[scale][0]
         own = [_saved(node, saved) for node in nodes]
         is_known = all(isinstance(one, Tensor) for one in own)
-        is_number = all(c for c, _ in inputs[scale]) and not shape_of(child, number)
+        is_number = all(c for c, _ in inputs[scale]) and math.prod(shape_of(child, number)) == 1
         if is_known and is_number and _is_of_weights(inputs[scale]):
+            own = [one.reshape(()) for one in own]
             scales = *term.scales, [1 / one if name == "Div" else one for one in own]
             return [(inputs[1 - scale], replace(term, scales=scales))]
     return []
@@ -300,12 +302,17 @@ def _multipliers(node: Any, name: str) -> Sequence[float]:
 def masks_behind(nodes: Sequence[Any], dim: int) -> list[Tensor]:
     """Return the tensor that multiplied or selected the entries of a sum on each replica.
 
-    It is empty if there is none on some of them.
+    Of cross entropies without a reduction it is the mask of the targets that are not ignored. It is
+    empty if there is none on some of them.
     """
     masks = []
     for node in nodes:
         behind, number = next(edge for edge in node.next_functions if edge[0])
+        while operator_name(behind) == "View":
+            behind, number = behind.next_functions[0]
         saved = [_saved(behind, name) for name in ("other", "self", "condition")]
+        if hasattr(behind, "_saved_ignore_index"):
+            saved = [_saved(behind, "target") != behind._saved_ignore_index]
         shape = tuple(shape_of(behind, number))
         saved = [one for one in saved if _is_data(one) and one.dim() == len(shape)]
         masks += [one for one in saved if one.shape[: dim + 1] == shape[: dim + 1]][:1]

@@ -189,7 +189,7 @@ class Call:
             if term.kind == "sum":
                 found.add(self._weights_of_sum(term, (key, len(terms), i, self._form)))
             elif term.divisors or not are_equal(term.factors) or is_divided:
-                raise UnclearError("the replicas multiply a term by different numbers")
+                raise UnclearError("the replicas may multiply a term by different numbers")
             elif term.own:
                 means.append(term)
             elif term.kind == "mean":
@@ -199,7 +199,8 @@ class Call:
         kinds = {term.kind for term in terms}
         if "constant" in kinds and not (found or means):
             raise UnclearError("no mean or sum over samples was found in it")
-        if None in found and not kinds <= {"mean", "sum"}:
+        # A constant is most often the 0 that a loop starts from, and has no gradient.
+        if None in found and "weights" in kinds:
             raise UnclearError("a term independent of samples is added to a sum")
         return (found.pop() if found else sizes), means
 
@@ -213,7 +214,8 @@ class Call:
         """Return the weights of a sum: None, or its counts if they divide it.
 
         Sums add up if nothing divides them, or one number on all replicas, or an argument of the
-        call. A count is that of samples, of entries, of a mask or of a cross entropy.
+        call. A count is that of samples, of entries, of a mask or of a cross entropy. In chunks of
+        one size, one number may be a count, too.
 
         Raises:
             UnclearError: it is divided by something else.
@@ -229,8 +231,8 @@ class Call:
                     if max(numbers) == 1:
                         raise UnclearError("one sample does not show whether its number divides it")
                     return self._weights_of_mean(numbers)
-            # In chunks of one size, one number may be a count, too.
-            if are_equal(factors) and len(set(sizes)) > 1:
+            may_count = term.scales or any(_may_count(n, sizes[0]) for n in term.numbers)
+            if are_equal(factors) and (len(set(sizes)) > 1 or not may_count):
                 return None
         divisors: Sequence[Any] = term.divisors or [1 / (factor or math.nan) for factor in factors]
         if are_equal(factors) and self._is_argument(divisors):
@@ -246,7 +248,8 @@ class Call:
             if not fits or any(0 < n != num for (_, n), num in zip(pairs, entries, strict=True)):
                 known[place] = fits
         if not known.get(place, True) or (term.divisors and not are_equal(factors)):
-            raise UnclearError("it is divided by something other than its count")
+            other = "it is divided by something other than its count"
+            raise UnclearError(other if term.divisors else "one of its factors may be a count")
         ignore_if_empty(term.nodes, counts)
         return self._weights_of_mean(term.counts) if counts is term.counts else tuple(counts)
 
@@ -368,6 +371,15 @@ def is_loss(value: object, num_samples: int = 0) -> TypeGuard[Tensor]:
         and (not value.dim() or num_samples > 1)
         and (value.is_floating_point() or value.is_complex())
     )
+
+
+def _may_count(number: float, size: int) -> bool:
+    """Return whether a number, or one divided by it, may be a count in chunks of this size.
+
+    Such are multiples of the size, and those less one.
+    """
+    values = [v for v in (number, 1 / (number or math.nan)) if 0 < v < math.inf]
+    return any(math.isclose(v, round(v)) and round(v) % size in (0, size - 1) for v in values)
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
