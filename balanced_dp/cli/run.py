@@ -14,6 +14,7 @@ from ..emulation.machine import current_machine
 from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
 from ..report.tables import Part, use_table
+from ..split import even_share
 from ..tuning.loop import Loop
 from ..tuning.options import Goal
 from ..tuning.report import Report, checked_reserve
@@ -93,6 +94,10 @@ def run_and_measure(
         with loop.recording(), replaced_data_parallel(loop) as calls:
             exit_code = run_script(script, script_arguments, is_module)
         notes, name = tuple(loop.notes()), Path(script).name
+        tried = loop.split(loop.batch_size)
+        if exit_code == 1 and tried[0] < even_share(loop.batch_size, len(loop.devices)):
+            fact = f"The script ended with an error in chunks of {tried}"
+            notes += (f"{fact}. --gpu0-bsz even runs it in those of nn.DataParallel.",)
         if loop.options:
             budgets = loop.budgets  # in the order of the model's devices
             report = Report.of(
