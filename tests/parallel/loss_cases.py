@@ -263,6 +263,10 @@ EXACT: dict[str, Callable[..., Any]] = {
     "another ignore_index": lambda n, x, o, y: F.cross_entropy(o, y, ignore_index=3),
     "nll": lambda n, x, o, ignored: F.nll_loss(o.log_softmax(1), ignored),
     "tokens": lambda n, x, o, tokens: cross_entropy_of_tokens(n, x, tokens),
+    "with its sum": lambda n, x, o, y: (
+        F.cross_entropy(o, y),
+        F.cross_entropy(o, y) * (y >= 0).sum(),
+    ),
     "scaled": lambda n, x, o, ignored: (2 * F.cross_entropy(o, ignored) - 1) / 4,
     "in place": lambda n, x, o, ignored: F.cross_entropy(o, ignored).add_(o.square().mean()),
     "two counts, stacked": lambda n, x, o, ignored, tokens: torch.stack(

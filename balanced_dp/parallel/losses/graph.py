@@ -68,7 +68,7 @@ class Term:
         factors: the number that multiplies the term on each replica.
         numbers: the numbers by which operators multiply it on the first replica, means left out.
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
-        divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
+        divisors: a tensor of each replica, one number without a graph, that also divides it.
         kind: ``"mean"``, ``"sum"``, ``"weights"`` if it is computed from parameters alone, or
             ``"constant"`` if it is a number without a graph.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
@@ -265,20 +265,18 @@ def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
             term = replace(term, numbers=[*term.numbers, numbers[0][0]])
         factors = [[*map(operator.mul, term.factors, own)] for own in numbers]
         return [(i, replace(term, factors=own)) for i, own in zip(inputs, factors, strict=False)]
-    divisors: list[Any] = [_saved(node, "other") for node in nodes]
-    are_numbers = all(_is_data(divisor) and divisor.numel() == 1 for divisor in divisors)
-    if name == "Div" and are_numbers and not term.divisors:
-        return [(inputs[0], replace(term, divisors=divisors))]
     places = {"Mul": ((1, "other"), (0, "self")), "Div": ((1, "other"),)}
-    for scale, saved in places.get(name, ()) if len(inputs) == 2 else ():
-        child, number = inputs[scale][0]
-        own = [_saved(node, saved) for node in nodes]
-        is_known = all(isinstance(one, Tensor) for one in own)
-        is_number = all(c for c, _ in inputs[scale]) and math.prod(shape_of(child, number)) == 1
-        if is_known and is_number and _is_of_weights(inputs[scale]):
-            own = [one.reshape(()) for one in own]
-            scales = *term.scales, [1 / one if name == "Div" else one for one in own]
-            return [(inputs[1 - scale], replace(term, scales=scales))]
+    for scale, saved in places.get(name, ()):
+        own: list[Any] = [_saved(node, saved) for node in nodes]
+        rest, is_divided = inputs[1 - scale], name == "Div"
+        if not all(isinstance(one, Tensor) and one.numel() == 1 for one in own):
+            continue
+        if all(map(_is_data, own)) and not term.divisors:
+            own = own if is_divided else [1 / one for one in own]
+            return [(rest, replace(term, divisors=own))]
+        if all(child for child, _ in inputs[scale]) and _is_of_weights(inputs[scale]):
+            own = [(1 / one if is_divided else one).reshape(()) for one in own]
+            return [(rest, replace(term, scales=[*term.scales, own]))]
     return []
 
 

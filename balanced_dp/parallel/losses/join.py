@@ -186,8 +186,11 @@ class Call:
         for i, term in enumerate(terms):
             products = [1, *(abs(f * n) for f, n in zip(term.factors, sizes, strict=True))]
             is_divided = term.kind == "weights" and term.numbers and are_equal(products)
+            place = (key, len(terms), i, self._form)
             if term.kind == "sum":
-                found.add(self._weights_of_sum(term, (key, len(terms), i, self._form)))
+                found.add(self._weights_of_sum(term, place))
+            elif term.own and self._is_times_count(term, place):
+                found.add(None)
             elif term.divisors or not are_equal(term.factors) or is_divided:
                 raise UnclearError("the replicas may multiply a term by different numbers")
             elif term.own:
@@ -203,6 +206,17 @@ class Call:
         if None in found and "weights" in kinds:
             raise UnclearError("a term independent of samples is added to a sum")
         return (found.pop() if found else sizes), means
+
+    def _is_times_count(self, term: Term, place: Any) -> bool:
+        """Return whether a cross entropy is multiplied by its count, and so a sum.
+
+        This waits in the first call.
+        """
+        if place not in self.history.fits and term.divisors:
+            pairs = zip(term.divisors, counts_of(term.own), strict=True)
+            fits = are_equal([1, *(float(d) * float(n) for d, n in pairs)], 1e-5)
+            self.history.fits[place] = fits and are_equal(term.factors)
+        return bool(term.divisors) and self.history.fits[place]
 
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
         """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
