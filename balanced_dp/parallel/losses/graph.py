@@ -234,11 +234,11 @@ def _is_of_weights(edges: Edges, or_like: bool = False) -> bool:
             for node, edge, own, nones in zip(nodes, edges, numbers, have_none, strict=True)
         }
         shape, shapes = shape_of(*edges[0]), [shape_of(*own[0]) for own in inputs if own[0][0]]
-        is_like = or_like and (name == "Index" or shape in shapes)
+        selects = or_like and name == "Index"
         # What is added to a number is taken for a number, as in log(1 + s ** 2).
         is_sum = name in ("Add", "Sub", "Rsub") and math.prod(shape) == 1
-        may_have_none = numbers[0] or is_like or is_sum
-        is_known = is_like or _OF_WEIGHTS.fullmatch(name)
+        may_have_none = numbers[0] or is_sum or selects or (or_like and shape in shapes)
+        is_known = selects or _OF_WEIGHTS.fullmatch(name)
         if not is_known or len(alike) > 1 or (any(have_none[0]) and not may_have_none):
             return False
         stack += inputs
