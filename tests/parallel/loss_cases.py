@@ -245,6 +245,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     # Sums.
     "sum of sums": lambda n, x, o, real: sum([o.square().sum(), (o - real).abs().sum()]),
     "minus a sum": lambda n, x, o: -1 * o.square().sum() + torch.zeros(1).to(o).squeeze(),
+    "sum of sums by length": lambda n, x, o, real: (
+        sum([o.square().sum(), (o - real).abs().sum()]) / len(x)
+    ),
     "selected sum": lambda n, x, o, y: rows(o)[y > 1].sum(),
     "sum": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum"),
     "variational": lambda n, x, o, part: (
@@ -263,10 +266,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "another ignore_index": lambda n, x, o, y: F.cross_entropy(o, y, ignore_index=3),
     "nll": lambda n, x, o, ignored: F.nll_loss(o.log_softmax(1), ignored),
     "tokens": lambda n, x, o, tokens: cross_entropy_of_tokens(n, x, tokens),
-    "with its sum": lambda n, x, o, y: (
-        F.cross_entropy(o, y),
-        F.cross_entropy(o, y) * (y >= 0).sum(),
-    ),
     "scaled": lambda n, x, o, ignored: (2 * F.cross_entropy(o, ignored) - 1) / 4,
     "in place": lambda n, x, o, ignored: F.cross_entropy(o, ignored).add_(o.square().mean()),
     "two counts, stacked": lambda n, x, o, ignored, tokens: torch.stack(
@@ -286,7 +285,7 @@ EXACT: dict[str, Callable[..., Any]] = {
         0.5 / n.ones[0] ** 2 * F.cross_entropy(o, ignored) + torch.log(1 + n.ones[0] ** 2)
     ),
     "a learned factor in a vector": lambda n, x, o, ignored: (
-        0.5 / (n.token_head.weight[0, :1] ** 2 + 1) * F.cross_entropy(o, ignored)
+        0.5 / n.token_head.weight[0, :1].exp() * F.cross_entropy(o, ignored)
     ),
     "divided by a learned variance": lambda n, x, o, real: (
         F.mse_loss(o, real) / (2 * n.scale.square()) + n.scale.log()
@@ -338,6 +337,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     **{
         f"{name}, alone": lambda n, x, o, penalty=penalty: (rows(o).sum(), penalty(n))
         for name, penalty in UNKNOWN_PENALTIES.items()
+        if "as many" in name
     },
     **{
         name: lambda n, x, o, real, penalty=penalty: F.mse_loss(o, real) + 0.01 * penalty(n)
@@ -353,6 +353,13 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "learned factor by length": lambda n, x, o: n.scale.exp() / len(x) * rows(o).sum(),
     "root of a penalty by length": lambda n, x, o: (
         rows(o).mean() + (n.head.weight.square().sum() / len(x)).sqrt()
+    ),
+    "a factor by length": lambda n, x, o: (0.3 / len(x)) * o.square().sum(),
+    "weight less data": lambda n, x, o: (x[:, 0] - n.scale).square().sum(),
+    "sum times a tensor": lambda n, x, o: rows(o).sum() * torch.tensor(0.5),
+    "cross entropy times a tensor": lambda n, x, o, y: F.cross_entropy(o, y) * torch.tensor(2.0),
+    "cross entropy times its count by length": lambda n, x, o, y: (
+        F.cross_entropy(o, y) * (y >= 0).sum() / len(x)
     ),
     "learned factors of a stack": lambda n, x, o, real: (
         torch.stack([F.mse_loss(o, real), F.l1_loss(o, real)]) * n.ones[:2].exp()

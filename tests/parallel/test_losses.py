@@ -168,6 +168,7 @@ def test_chunks_of_one_size(name, size):
 
 SILENT = (
     "times length",
+    "less one",
     "root of a penalty",
     "branch",
     "balanced cross entropy",
@@ -441,6 +442,16 @@ def test_a_count_of_all_entries_is_not_taken_for_good(loss):
     some = {"x": X, "w": torch.rand(len(X)), "y": Y.where(X[:, 0] > 0, -100)}
     assert [step(model, bare, True, ones) for _ in range(2)] == [(True, [])] * 2
     assert "it is divided by something other than its count" in step(model, bare, True, some)[1][0]
+
+
+@pytest.mark.parametrize("gpu0_bsz", [3, None])
+def test_a_cross_entropy_times_its_count(gpu0_bsz):
+    """It was averaged, and evaluation divides it by the count, which adds up."""
+    model, bare = make(
+        lambda n, x, o, y: functional.cross_entropy(o, y) * (y != -100).sum(), gpu0_bsz
+    )
+    given = {"x": X[:12], "y": Y[:12].where(X[:12, 0] > -1, -100)}
+    assert [step(model, bare, it, given) for it in (True, False, True)] == [(True, [])] * 3
 
 
 def test_a_loss_of_one_row_in_a_last_batch_of_one_sample_each():

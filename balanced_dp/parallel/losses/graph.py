@@ -69,6 +69,7 @@ class Term:
         numbers: the numbers by which operators multiply it on the first replica, means left out.
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a tensor of each replica, one number without a graph, that also divides it.
+        multipliers: one that also multiplies it.
         kind: ``"mean"``, ``"sum"``, ``"weights"`` if it is computed from parameters alone, or
             ``"constant"`` if it is a number without a graph.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
@@ -80,6 +81,7 @@ class Term:
     numbers: Sequence[float] = ()
     scales: Sequence[Sequence[Tensor]] = ()
     divisors: Sequence[Tensor] = ()
+    multipliers: Sequence[Tensor] = ()
     kind: str = "weights"
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
@@ -214,7 +216,7 @@ def _is_of_weights(edges: Edges, or_like: bool = False) -> bool:
     """Return whether a value is computed from parameters and numbers alone, as a penalty is.
 
     So is one that the replicas share. Only operators count that never use samples; with
-    ``or_like``, also those that select weights, and tensors without a graph that have their shape.
+    ``or_like``, also tensors without a graph that have the shape of weights.
     """
     stack, seen = [edges], set[Any]()
     while stack:
@@ -234,12 +236,13 @@ def _is_of_weights(edges: Edges, or_like: bool = False) -> bool:
             for node, edge, own, nones in zip(nodes, edges, numbers, have_none, strict=True)
         }
         shape, shapes = shape_of(*edges[0]), [shape_of(*own[0]) for own in inputs if own[0][0]]
-        selects = or_like and name == "Index"
         # What is added to a number is taken for a number, as in log(1 + s ** 2).
-        is_sum = name in ("Add", "Sub", "Rsub") and math.prod(shape) == 1
-        may_have_none = numbers[0] or is_sum or selects or (or_like and shape in shapes)
-        is_known = selects or _OF_WEIGHTS.fullmatch(name)
-        if not is_known or len(alike) > 1 or (any(have_none[0]) and not may_have_none):
+        is_sum = name in ("Add", "Sub", "Rsub") and not shape
+        is_like = or_like and name in ("Add", "Sub", "Rsub", "Mul", "Div") and shape in shapes
+        may_have_none = numbers[0] or is_sum or is_like
+        if not _OF_WEIGHTS.fullmatch(name) or len(alike) > 1:
+            return False
+        if any(have_none[0]) and not may_have_none:
             return False
         stack += inputs
     return True
@@ -271,9 +274,9 @@ def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
         rest, is_divided = inputs[1 - scale], name == "Div"
         if not all(isinstance(one, Tensor) and one.numel() == 1 for one in own):
             continue
-        if all(map(_is_data, own)) and not term.divisors:
-            own = own if is_divided else [1 / one for one in own]
-            return [(rest, replace(term, divisors=own))]
+        if all(map(_is_data, own)) and not term.divisors and not term.multipliers:
+            divided, multiplied = replace(term, divisors=own), replace(term, multipliers=own)
+            return [(rest, divided if is_divided else multiplied)]
         if all(child for child, _ in inputs[scale]) and _is_of_weights(inputs[scale]):
             own = [(1 / one if is_divided else one).reshape(()) for one in own]
             return [(rest, replace(term, scales=[*term.scales, own]))]

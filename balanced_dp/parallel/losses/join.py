@@ -40,6 +40,10 @@ _REMEDY = (
 )
 
 
+_NO_COUNTS = frozenset({1, -1, -0.5})
+"""Factors of sums that do not come from counts: a sign, and that of normal distributions."""
+
+
 @dataclass(slots=True, eq=False)
 class OutputHistory:
     """The findings of earlier calls of a model about its outputs.
@@ -187,10 +191,14 @@ class Call:
             products = [1, *(abs(f * n) for f, n in zip(term.factors, sizes, strict=True))]
             is_divided = term.kind == "weights" and term.numbers and are_equal(products)
             place = (key, len(terms), i, self._form)
-            if term.kind == "sum":
-                found.add(self._weights_of_sum(term, place))
-            elif term.own and self._is_times_count(term, place):
+            if term.kind == "constant":
+                continue  # most often the 0 that a loop starts from, and it has no gradient
+            if term.multipliers:
+                if not self._is_times_count(term, place):
+                    raise UnclearError("a tensor without a graph multiplies a term")
                 found.add(None)
+            elif term.kind == "sum":
+                found.add(self._weights_of_sum(term, place))
             elif term.divisors or not are_equal(term.factors) or is_divided:
                 raise UnclearError("the replicas may multiply a term by different numbers")
             elif term.own:
@@ -202,7 +210,6 @@ class Call:
         kinds = {term.kind for term in terms}
         if "constant" in kinds and not (found or means):
             raise UnclearError("no mean or sum over samples was found in it")
-        # A constant is most often the 0 that a loop starts from, and has no gradient.
         if None in found and "weights" in kinds:
             raise UnclearError("a term independent of samples is added to a sum")
         return (found.pop() if found else sizes), means
@@ -210,13 +217,14 @@ class Call:
     def _is_times_count(self, term: Term, place: Any) -> bool:
         """Return whether a cross entropy is multiplied by its count, and so a sum.
 
-        This waits in the first call.
+        This waits until the counts differ, as another number may be the same.
         """
-        if place not in self.history.fits and term.divisors:
-            pairs = zip(term.divisors, counts_of(term.own), strict=True)
-            fits = are_equal([1, *(float(d) * float(n) for d, n in pairs)], 1e-5)
-            self.history.fits[place] = fits and are_equal(term.factors)
-        return bool(term.divisors) and self.history.fits[place]
+        if place not in self.history.fits and term.kind == "mean" and term.own:
+            counts = [float(count) for count in counts_of(term.own)]
+            fits = counts == [float(number) for number in term.multipliers]
+            if len(set(counts)) > 1 or not fits:
+                self.history.fits[place] = fits and not term.numbers and not term.divisors
+        return self.history.fits.get(place, False)
 
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
         """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
@@ -245,7 +253,7 @@ class Call:
                     if max(numbers) == 1:
                         raise UnclearError("one sample does not show whether its number divides it")
                     return self._weights_of_mean(numbers)
-            may_count = term.scales or any(_may_count(n, sizes[0]) for n in term.numbers)
+            may_count = term.scales or not _NO_COUNTS.issuperset(term.numbers)
             if are_equal(factors) and (len(set(sizes)) > 1 or not may_count):
                 return None
         divisors: Sequence[Any] = term.divisors or [1 / (factor or math.nan) for factor in factors]
@@ -385,15 +393,6 @@ def is_loss(value: object, num_samples: int = 0) -> TypeGuard[Tensor]:
         and (not value.dim() or num_samples > 1)
         and (value.is_floating_point() or value.is_complex())
     )
-
-
-def _may_count(number: float, size: int) -> bool:
-    """Return whether a number, or one divided by it, may be a count in chunks of this size.
-
-    Such are multiples of the size, and those less one.
-    """
-    values = [v for v in (number, 1 / (number or math.nan)) if 0 < v < math.inf]
-    return any(math.isclose(v, round(v)) and round(v) % size in (0, size - 1) for v in values)
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
