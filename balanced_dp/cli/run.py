@@ -94,9 +94,9 @@ def run_and_measure(
         with loop.recording(), replaced_data_parallel(loop) as calls:
             exit_code = run_script(script, script_arguments, is_module)
         notes, name = tuple(loop.notes()), Path(script).name
-        tried = loop.split(loop.batch_size)
-        if exit_code == 1 and tried[0] < even_share(loop.batch_size, len(loop.devices)):
-            fact = f"The script ended with an error in chunks of {tried}"
+        tried = loop.last_split
+        if exit_code == 1 and tried and tried[0] < even_share(sum(tried), len(tried)):
+            fact = f"The script failed after a call in chunks of {tried}"
             notes += (f"{fact}. --gpu0-bsz even runs it in those of nn.DataParallel.",)
         if loop.options:
             budgets = loop.budgets  # in the order of the model's devices

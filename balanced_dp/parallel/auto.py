@@ -108,6 +108,7 @@ class AutoSplit:
         search: the search for the value.
         batch_size: the largest batch so far, or that of a checkpoint; 0 before both.
         num_iterations: the number of iterations that have ended.
+        last_split: the chunk sizes of the last call; empty before.
 
     Raises:
         ArgumentError: the devices do not count their memory, or one of them repeats.
@@ -123,6 +124,7 @@ class AutoSplit:
         self.search = LoopSearch(capacities_of(devices), is_careful=not is_emulated(devices[0]))
         self.batch_size = 0
         self.num_iterations = 0
+        self.last_split: tuple[int, ...] = ()
         self._num_ooms = num_ooms(devices)
         self._ids: set[int] = set()
         """The parameters of the model, by their identity."""
@@ -156,7 +158,7 @@ class AutoSplit:
         """Record the call, and return its chunk sizes."""
         search = self.search.search
         search.smallest = max(search.smallest, smallest_chunk(module))  # also of another model
-        chunk_sizes = self.split(batch_size)
+        chunk_sizes = self.last_split = self.split(batch_size)
         if batch_size and torch.is_grad_enabled():
             if self._peaks is None:  # a larger batch begins the search again
                 self.search.is_over &= batch_size <= self.batch_size
