@@ -52,7 +52,8 @@ class OutputHistory:
         plans: by function and path of an output, how it was joined in the last call with gradients:
             whether it adds up but for some cross entropies, their positions and factors, and the
             form of the call. None if only the graph tells.
-        fits: by the place of a sum in an output, whether what divides it was its count.
+        fits: by the place of a term in an output, whether the tensor that divides or multiplies it
+            was its count.
         seen: functions and cross entropies, which are looked at once, and outputs that were joined
             as numbers.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
