@@ -275,8 +275,9 @@ def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
         if not all(isinstance(one, Tensor) and one.numel() == 1 for one in own):
             continue
         if all(map(_is_data, own)) and not term.divisors and not term.multipliers:
-            divided, multiplied = replace(term, divisors=own), replace(term, multipliers=own)
-            return [(rest, divided if is_divided else multiplied)]
+            if is_divided:
+                return [(rest, replace(term, divisors=own))]
+            return [(rest, replace(term, multipliers=own))]
         if all(child for child, _ in inputs[scale]) and _is_of_weights(inputs[scale]):
             own = [(1 / one if is_divided else one).reshape(()) for one in own]
             return [(rest, replace(term, scales=[*term.scales, own]))]
