@@ -68,8 +68,8 @@ class Term:
         factors: the number that multiplies the term on each replica.
         numbers: the numbers by which operators multiply it on the first replica, means left out.
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
-        divisors: a tensor of each replica, one number without a graph, that also divides it.
-        multipliers: one that also multiplies it.
+        divisors: a tensor of each replica, with one entry and no graph, that also divides it.
+        multipliers: such a tensor that also multiplies it.
         kind: ``"mean"``, ``"sum"``, ``"weights"`` if it is computed from parameters alone, or
             ``"constant"`` if it is a number without a graph.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
@@ -127,7 +127,7 @@ def terms_of(
             elif counts:
                 kind = _kind_of(nodes[0])
                 if kind == "sum" and len({*sizes}) == 1 and _is_of_weights(edges, or_like=True):
-                    raise UnclearError("its entries may be weights, and no samples")
+                    raise UnclearError("its entries may be weights rather than samples")
                 if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[0])):
                     raise UnclearError("the number of its entries does not follow that of samples")
                 found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
@@ -240,9 +240,8 @@ def _is_of_weights(edges: Edges, or_like: bool = False) -> bool:
         is_sum = name in ("Add", "Sub", "Rsub") and not shape
         is_like = or_like and name in ("Add", "Sub", "Rsub", "Mul", "Div") and shape in shapes
         may_have_none = numbers[0] or is_sum or is_like
-        if not _OF_WEIGHTS.fullmatch(name) or len(alike) > 1:
-            return False
-        if any(have_none[0]) and not may_have_none:
+        is_known = _OF_WEIGHTS.fullmatch(name) and len(alike) == 1
+        if not is_known or (any(have_none[0]) and not may_have_none):
             return False
         stack += inputs
     return True

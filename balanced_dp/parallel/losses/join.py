@@ -41,7 +41,7 @@ _REMEDY = (
 
 
 _NO_COUNTS = frozenset({1, -1, -0.5})
-"""Factors of sums that do not come from counts: a sign, and that of normal distributions."""
+"""Factors of a sum that are no counts: a sign, and -1/2 as in the divergence of normals."""
 
 
 @dataclass(slots=True, eq=False)
