@@ -1,4 +1,4 @@
-"""Options are ranked by what was measured, and each has a line to paste."""
+"""Options are ranked by what was measured."""
 
 from __future__ import annotations
 
@@ -57,28 +57,6 @@ APART = [*options(peaks(0), 40, 4, gather=False), *options(peaks(0, whole=5), 40
 )
 def test_which_options_are_listed(measured, budget, goal, found):
     assert [(o.gpu0_bsz, o.gather) for o in ranked(measured, 40, [budget] * 4, goal)] == found
-
-
-@pytest.mark.parametrize(
-    ("fields", "line", "kind"),
-    [
-        ({}, "BalancedDataParallel(2, model)", {"split"}),
-        ({"gpu0_bsz": None}, "nn.DataParallel(model)", set()),
-        (
-            {"gpu0_bsz": None, "device_weights": (2, 3, 3)},
-            "BalancedDataParallel(None, model, device_weights=[2, 3, 3])",
-            {"split"},
-        ),
-        (
-            {"gather": False, "spread": True},
-            "BalancedDataParallel(2, model, gather=False, spread=True)",
-            {"split", "loss on each", "spread"},
-        ),
-    ],
-)
-def test_lines_that_can_be_pasted(fields, line, kind):
-    found = option((2, 3, 3), (1, 1, 1), **fields)
-    assert (found.line, found.features) == (line, kind)
 
 
 def test_memory_that_ran_out_does_not_fit():
