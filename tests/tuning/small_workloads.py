@@ -92,31 +92,6 @@ def loss_inside():  # nothing large is gathered
     return Lambda(lambda self, x: token_loss(self.inner(x), x), inner=char_transformer())
 
 
-def gru_and_transformer():
-    return Lambda(
-        lambda self, x: self.head(self.layer(self.gru(self.embedding(x))[0])),
-        embedding=nn.Embedding(2000, 256),
-        gru=nn.GRU(256, 256, batch_first=True),
-        layer=nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True),
-        head=nn.Linear(256, 2000),
-    )
-
-
-def u_net():  # activations of all resolutions, and as many outputs as inputs
-    def forward(self, x):
-        fine = self.fine(x).relu()
-        coarse = self.coarse(functional.max_pool2d(fine, 2)).relu()
-        return self.out(torch.cat([fine, self.up(coarse)], 1))
-
-    return Lambda(
-        forward,
-        fine=nn.Conv2d(3, 32, 3, padding=1),
-        coarse=nn.Conv2d(32, 64, 3, padding=1),
-        up=nn.ConvTranspose2d(64, 32, 2, 2),
-        out=nn.Conv2d(64, 8, 1),
-    )
-
-
 def mixture_of_experts():  # experts hold most of the parameters, and a gate weighs their outputs
     def forward(self, x):
         gates = self.gate(x).softmax(-1)
@@ -136,12 +111,6 @@ small(convolutions, classes(10, 3, 64, 64), make_optimizer=SGD)
 small(char_transformer, tokens(60, 64), token_loss)
 small(tied_transformer, tokens(5000, 64), token_loss)
 small(loss_inside, tokens(60, 64), lambda loss, _: loss)
-small(gru_and_transformer, tokens(2000, 8), token_loss)
-small(
-    u_net,
-    lambda n: ((zeros(n, 3, 64, 64),), {}, torch.zeros(1, 64, 64).long().expand(n, -1, -1)),
-    make_optimizer=SGD,
-)
 small(
     mixture_of_experts,
     lambda n: ((zeros(n, 16, 256),), {}, torch.zeros(1, 16).long().expand(n, -1)),

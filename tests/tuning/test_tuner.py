@@ -61,10 +61,7 @@ def value_of_auto(workload, batch_size, num_devices):
         *((name, 2, 9) for name in ("mlp", "wide_output", "convolutions", "char_transformer")),
         *((name, 8, 40) for name in ("wide_output", "convolutions")),
         ("mlp", 3, 50),
-        *((name, 3, 24) for name in ("u_net", "mixture_of_experts")),
-        pytest.param("gru_and_transformer", 4, 16, marks=pytest.mark.slow),
-        pytest.param("gru_and_transformer", 3, 24, marks=pytest.mark.slow),
-        pytest.param("u_net", 8, 48, marks=pytest.mark.slow),
+        ("mixture_of_experts", 3, 24),
         pytest.param("mixture_of_experts", 8, 48, marks=pytest.mark.slow),
         pytest.param("tied_transformer", 6, 14, marks=pytest.mark.slow),
         pytest.param("loss_inside", 5, 18, marks=pytest.mark.slow),
@@ -81,8 +78,7 @@ def test_what_trying_everything_finds(name, num_devices, batch_size):
     assert max(best.peak_bytes) <= least * 1.01
     assert best.peak_bytes == peaks[best.chunk_sizes[0]]
     assert len(report.options) < 22
-    if name != "u_net":  # a loop that gives the output no name holds less of it on device 0
-        assert max(peaks[value_of_auto(workload, batch_size, num_devices)]) <= least * 1.01
+    assert max(peaks[value_of_auto(workload, batch_size, num_devices)]) <= least * 1.01
 
     largest = replace(report, goal="batch").best
     assert batch_size < largest.batch_size and largest.fits(report.budgets)
