@@ -121,30 +121,6 @@ def test_devices_and_capacities_are_as_asked(invoke):
     assert any(option["device_weights"] for option in report["options"])
 
 
-SCRIPT = """
-import torch, mine
-workload = mine.make()
-model = torch.nn.DataParallel(workload.new_model().cuda())
-optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(10):
-    (x,), _, y = workload.new_batch(64)
-    workload.loss(model(x), y.cuda()).backward()
-    optimizer.step()
-"""
-
-
-def test_plan_tune_and_run_agree(folder, invoke):
-    """They write what report prints, and have the same first option."""
-    (folder / "script.py").write_text(SCRIPT)
-    first = set()
-    for command in ("plan mine:make", "tune --emulate mine:make", "run --symbolic script.py"):
-        name, *target = command.split()
-        told = invoke(name, "--memory", "90MiB", "--reserve", "0", "--json", "same.json", *target)
-        assert invoke("report", "same.json").stdout in told.stdout + told.stderr
-        first.add(load_report(folder / "same.json").best.line)
-    assert first == {"nn.DataParallel(model)"}
-
-
 def test_the_demo_trains_the_same_three_times(folder, invoke):
     encoded, num_characters = encoded_text()
     assert 400_000 < len(encoded) < 800_000 and 50 < num_characters < 200
