@@ -225,17 +225,6 @@ def test_alternatives_add_to_what_is_asked_for():
     assert {(o.gather, o.spread) for o in both.options} == {(False, True)}
 
 
-@pytest.mark.parametrize("capacities", [[GIB] * 4, [2 * GIB, GIB, GIB]])
-def test_spread_parameters(capacities):
-    """On devices of unlike memory, each holds parameters in proportion to it."""
-    workload = SMALL["tied_transformer"]()
-    spread = tuned(workload, 48, capacities, gather=False, spread=True)
-    home = tuned(workload, 48, capacities, gather=False)
-    assert spread.even.peak_bytes[0] < home.even.peak_bytes[0]
-    largest = [max(o.batch_size for o in r.options if o.fits(capacities)) for r in (spread, home)]
-    assert largest[0] >= largest[1]
-
-
 def test_a_loss_that_is_a_module():
     weight = torch.ones(10)
     workload = replace(SMALL["convolutions"](), loss=torch.nn.CrossEntropyLoss(weight=weight))
