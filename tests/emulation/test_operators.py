@@ -61,13 +61,9 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a transposed one": lambda x, i: [torch.relu(x.t()), x.t().contiguous(), x.t().exp_()],
     "other numbers": lambda x, i: [x.sum(d, keepdim=k) for d in (0, 1) for k in (True, False)],
     "unsqueeze_": lambda x, i: x.unsqueeze_(1).add_(1),
-    "squeeze_": lambda x, i: [x.unsqueeze(0).squeeze_().add_(1), x[None].squeeze_(0)],
-    "t_": lambda x, i: x.t_().add_(1),
-    "swapaxes_": lambda x, i: x.swapaxes_(0, 1).add_(1),
     "as_strided_": lambda x, i: x.as_strided_((2, 2), (1, 2), 1).add_(1),
     "resize_": lambda x, i: [x.resize_(7, 2)[0].fill_(1), x.resize_(20, 30).fill_(1)],
     "tensor": lambda x, i: torch.tensor([[1, 2], [3, 4]], device=x.device),
-    "as_tensor": lambda x, i: torch.as_tensor([1.5, 2.5], device=x.device),
     "arange": lambda x, i: [
         torch.arange(*n, device=x.device) for n in ((3,), (2, 7, 0.5), (9.0,), (3.5,))
     ],
@@ -78,7 +74,6 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "channels_last": lambda x, i: torch.zeros(1, 2, 3, 3, device=x.device).contiguous(
         memory_format=torch.channels_last
     ),
-    "new_tensor": lambda x, i: torch.ones(1, device=x.device).new_tensor([1.0, 2.0]),
 }
 
 
