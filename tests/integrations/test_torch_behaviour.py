@@ -22,7 +22,7 @@ from balanced_dp import emulate_devices
 from balanced_dp.integrations.replacements import replaced_data_parallel
 
 from .. import modules
-from ..modules import Case, Lambda, tensors
+from ..modules import Case, tensors
 from .test_replacements import AfterTheEvenSplit
 
 CUDA0, CUDA1 = torch.device("cuda:0"), torch.device("cuda:1")
@@ -63,22 +63,11 @@ class Buffers(nn.Module):
         return x * self.scale + self.shift
 
 
-def channels_last() -> nn.Module:
-    module = nn.Sequential(nn.Linear(4, 36), nn.Unflatten(1, (4, 3, 3)), nn.Conv2d(4, 4, 2))
-    return module.to(memory_format=torch.channels_last)
-
-
 IDS = [(0, 1), (CUDA0, CUDA1), ["cuda:0", "cuda:1"], range(2)]
 CASES: dict[str, Case] = {
     **{name: modules.CASES[name] for name in ("mlp", "lstm", "tied weights", "sparse embedding")},
     **{name: modules.CASES[name] for name in ("several inputs", "keyword-only", "dict outputs")},
-    "float16": Case(modules.linear, tensors((4,))),
-    "autocast": Case(modules.linear, tensors((4,))),
-    "no inputs": Case(
-        lambda: Lambda(lambda self: torch.eye(2, 3, device="cuda")), lambda n: ((), {})
-    ),
     "buffers": Case(Buffers, tensors((4,))),
-    "channels last": Case(channels_last, tensors((4,))),
 }
 
 
@@ -89,7 +78,7 @@ CASES: dict[str, Case] = {
         *((name, None, {}) for name in CASES),
         *(("mlp", ids, {"output_device": ids[1]}) for ids in IDS),
         *((name, (1, 0), {}) for name in ("mlp", "several inputs", "lstm")),
-        *((name, [0], {}) for name in ("mlp", "several inputs", "no inputs")),
+        *((name, [0], {}) for name in ("mlp", "several inputs")),
         ("mlp", None, {"output_device": -1}),
     ],
 )
@@ -97,26 +86,21 @@ def test_outputs_and_gradients_are_the_modules(
     kind: str, name: str, ids: Any, options: dict[str, Any]
 ) -> None:
     first, where = device_of((ids or [0])[0]), options.get("output_device")
-    dtype = {"float16": torch.float16, "autocast": torch.float32}.get(name, DOUBLE)
-    tolerance = 1e-6 if dtype == DOUBLE else 2e-2
-    module = CASES[name].make_module().to(first)
-    module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    module = CASES[name].make_module().to(first).double()
     leaves = [t for t in (*module.parameters(), *module.buffers()) if t.requires_grad]
 
     def results(call: Callable[..., Any], device: Any, output_device: torch.device) -> list[Any]:
         def leaf(x: Tensor) -> Tensor:
-            x = x.to(device, dtype if x.is_floating_point() else x.dtype, copy=True)
+            x = x.to(device, DOUBLE if x.is_floating_point() else x.dtype, copy=True)
             return x.requires_grad_(x.is_floating_point())
 
         torch.manual_seed(0)
         args, named = tree_map_only(Tensor, leaf, CASES[name].make_inputs(24))
-        with torch.autocast("cuda", enabled=name == "autocast"):
-            outputs = tree_leaves(call(*args, **named))
+        outputs = tree_leaves(call(*args, **named))
         assert {output.device for output in outputs} == {output_device}
         for tensor in leaves:
             tensor.grad = None
-        if outputs[0].requires_grad:
-            sum(output.sum() for output in outputs).backward()
+        sum(output.sum() for output in outputs).backward()
         found = [
             *outputs,
             *(t.grad for t in (*leaves, *args, *named.values()) if hasattr(t, "grad")),
@@ -124,26 +108,19 @@ def test_outputs_and_gradients_are_the_modules(
         return [None if tensor is None else tensor.to_dense().cpu() for tensor in found]
 
     expected = results(module, first, first)
-    assert (expected[0].dtype == torch.float16) == (name in ("float16", "autocast"))
     for device, call in itertools.product(["cpu", "cuda:1"], both_forms(module, ids, options)):
         found = results(call, device, first if where is None else device_of(where))
         if kind == "torch":  # which has zeros for what is unused
             found = [f if e is not None else None for f, e in zip(found, expected, strict=True)]
-        assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        assert_close(found, expected, rtol=1e-6, atol=1e-6)
     for tensor in leaves:
-        if tensor.grad is not None:
-            assert tensor.grad.is_sparse == (name == "sparse embedding")
-            assert tensor.grad.is_sparse or tensor.grad.stride() == tensor.stride()
+        assert tensor.grad is None or tensor.grad.is_sparse == (name == "sparse embedding")
 
 
 PLACES = {
     "on the CPU": (["cpu"], None),
-    "on the other": ([1], None),
     "on the first that comes second": ([0], [1, 0]),
-    "on the other, alone": ([0], [1]),
-    "one part on the CPU": (["cpu", 0], [0, 1]),
     "spread over both": ([0, 1], None),
-    "spread over both, reversed": ([0, 1], [1, 0]),
 }
 
 
@@ -152,7 +129,7 @@ def test_a_module_must_be_on_the_first_device(kind: str, places: list[Any], ids:
     net = nn.Sequential(*(nn.Linear(2, 2).to(place) for place in places))
     before = [p.device for p in net.parameters()]
     message = f"parameters and buffers on device cuda:{(ids or [0])[0]}"
-    for call in both_forms(net, ids)[len(ids or [0, 1]) == 1 :]:
+    for call in both_forms(net, ids):
         with pytest.raises(RuntimeError, match=message):
             call(torch.ones(4, 2))
     assert [p.device for p in net.parameters()] == before
