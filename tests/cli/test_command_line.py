@@ -119,9 +119,3 @@ def test_an_output_that_is_full_or_closed(redirected, says):
     assert done.returncode == (2 if says else 0), done.stderr
     assert done.stderr == (f"balanced-dp: {says}\n" if says else "")
     assert ("gpt2-small" in done.stdout) != bool(says)
-
-
-def test_a_page_for_dev_stdout(tuned, folder):
-    done = python("-m", "balanced_dp", "report", "a.json", "--html", "/dev/stdout", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("<!doctype html>")
