@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import pickle
 import re
 import sys
@@ -78,7 +77,6 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda x: x.numpy(force=True),
     "cpu": lambda x: x.cpu(),
     "copy_ to the cpu": lambda x: torch.zeros(4, 3).copy_(x),
-    "integers made of it": lambda x: x.argmax(1).tolist(),
     "equal": lambda x: torch.equal(x, x),
     "nonzero": lambda x: (x > 0).nonzero(),
     "index with a mask": lambda x: x[x > 0],
@@ -86,7 +84,6 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "repeat_interleave": lambda x: x.repeat_interleave(x.argmax(1), 0),
     "to_sparse": lambda x: x.to_sparse(),
     "pickle": pickle.dumps,
-    "save": lambda x: torch.save(x, io.BytesIO()),
 }
 
 
