@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -68,16 +66,6 @@ def test_devices_that_do_not_count(no_accelerator):
     for devices in (["cpu", "cpu"], None):
         with pytest.raises(ProbeError, match="cpu does not count its memory; to measure on a mach"):
             _ = BalancedDataParallel(1, nn.Linear(2, 2), devices).memory
-
-
-def test_models_with_a_probe_are_pickled(emulate):
-    devices = emulate(2)
-    model = BalancedDataParallel(2, nn.Linear(16, 4).to(devices[0]))
-    probe = model.memory
-    model(torch.randn(6, 16))
-    assert copy.deepcopy(model).chunk_sizes == (2, 4)
-    pickle.dumps(model)
-    assert probe.devices == list(devices)
 
 
 # The logger.
