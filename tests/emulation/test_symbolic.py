@@ -101,11 +101,6 @@ def test_unknown_values_cannot_be_read(symbolic_devices, name):
     )
 
 
-def test_known_values_are_copied(symbolic_devices):
-    index = torch.arange(3).to(symbolic_devices[0])
-    assert index.to(symbolic_devices[1]).tolist() == [0, 1, 2]
-
-
 @pytest.mark.usefixtures("no_collector")
 def test_remembered_outputs_hold_no_memory(symbolic_devices):
     remembered = operator(torch.ops.aten.cosh.default).on_shapes.make_outputs
