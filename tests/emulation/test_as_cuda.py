@@ -211,16 +211,13 @@ def test_pinned_memory(devices):
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["torch.amp", "torch.cuda.amp"])
-@pytest.mark.filterwarnings("ignore:`torch.cuda.amp:FutureWarning")
-def test_mixed_precision_training(old, devices):
-    scaler = torch.cuda.amp.GradScaler() if old else torch.amp.GradScaler("cuda")
+def test_mixed_precision_training(devices):
+    scaler = torch.amp.GradScaler("cuda")
     model = nn.Linear(4, 4).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     weights = [model.weight.tolist()]
     for dtype, fill in ((torch.bfloat16, 1.0), (torch.float16, torch.inf)):
-        autocast = torch.cuda.amp.autocast(dtype=dtype) if old else torch.autocast("cuda", dtype)
-        with autocast:
+        with torch.autocast("cuda", dtype):
             assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
             output = model(torch.full((2, 4), fill, device="cuda"))
         assert output.dtype == dtype and not torch.is_autocast_enabled("cuda")
