@@ -188,12 +188,10 @@ def test_a_model_that_reads_values():
     [
         (0, [GIB] * 2, {}, ArgumentError, "batch_size must be at least 1, got 0"),
         (8, [GIB], {"devices": 2}, ArgumentError, "one for each of 2 devices, got 1"),
-        (8, [GIB] * 3, {"devices": 2}, ArgumentError, "one for each of 2 devices, got 3"),
         (8, [GIB], {}, ArgumentError, "two or more devices, got 1$"),
         (8, [GIB] * 2, {"reserve": GIB}, ArgumentError, "1.00 GiB of each device is kept free"),
         (8, [GIB] * 2, {"goal": "fast"}, ArgumentError, "goal must be speed, headroom or batch"),
         (64, [9 * 2**20] * 4, {}, InfeasiblePlanError, "not even a batch of 1"),
-        (64, [9 * 2**20] * 4, {"gather": False}, InfeasiblePlanError, "not even a batch of 1"),
     ],
 )
 def test_what_cannot_be_tuned(batch_size, capacities, options, error, message):
