@@ -67,16 +67,6 @@ def test_iterations_are_what_lies_between_steps(devices):
     assert measured.uses[0]["optimizer state"] > 0
 
 
-def test_the_best_of_all_values_is_found(devices):
-    loop = recorded(devices, [(32,)] * 12)
-    assert loop.is_over
-    found = min(loop.options, key=lambda option: max(option.peak_bytes))
-    for value in range(8):
-        gc.collect()
-        _, measured = recorded(devices, [(32,)] * 4, gpu0_bsz=value).options
-        assert max(found.peak_bytes) <= max(measured.peak_bytes) * 1.01
-
-
 def test_a_value_and_the_even_split_take_turns(devices):
     """The even split was measured once, before an evaluation whose output stayed bound."""
     kept: list[torch.Tensor] = []
