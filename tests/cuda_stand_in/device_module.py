@@ -86,9 +86,6 @@ class DeviceModule(types.ModuleType):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
-    def manual_seed(self, seed: int) -> None:
-        self._extension.manual_seed(_index(), seed)
-
     def manual_seed_all(self, seed: int) -> None:
         for index in range(NUM_DEVICES):
             self._extension.manual_seed(index, seed)
