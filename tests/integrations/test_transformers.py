@@ -117,7 +117,6 @@ OPTIONS = {
     "smoothing": ({"arguments": {"label_smoothing_factor": 0.1, **ACCUMULATE}}, {}),
     "own loss": ({"compute_loss_func": summed_over_items}, {}),
     "checkpointing": ({}, {"arguments": {"gradient_checkpointing": True}}),
-    "evaluation": ({"arguments": {**EVALUATE, **ACCUMULATE}}, {}),
 }
 
 
