@@ -250,14 +250,9 @@ def _shallow_copy(module: nn.Module, replicates_itself: bool) -> nn.Module:
         own[kind] = dict(module.__dict__[kind])  # a plain one, also in a replica of a replica
     if type(module).zero_grad is nn.Module.zero_grad:
         own["zero_grad"] = _OF_REPLICAS.zero_grad
-    if own["_parameters"]:
-        own["register_parameter"] = functools.partial(_register_parameter, own["_parameters"])
+    if own["_parameters"]:  # torch's would refuse copies, because they are not leaves
+        own["register_parameter"] = functools.partial(operator.setitem, own["_parameters"])
     return copy
-
-
-def _register_parameter(parameters: dict[str, Any], name: str, param: Any) -> None:
-    """Register members that torch would refuse, because the copies in a replica are not leaves."""
-    parameters[name] = param
 
 
 _OF_REPLICAS = nn.Module()
