@@ -22,11 +22,11 @@ do not wait for each other::
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -226,7 +226,7 @@ def _send(
         others = [device for device in copies if device != home]
         pieces.append([torch.empty(size, dtype=dtype, device=device) for device in others])
     devices = dict.fromkeys([*(tensors[i].device for i in positions), *copies])
-    with _sending, contextlib.ExitStack() as stack:
+    with _sending, ExitStack() as stack:
         # After an error the pieces are freed, so the copies must be over.
         stack.push(lambda kind, *_: arrivals.wait() if kind else None)
         arrivals.expect(devices)
@@ -357,7 +357,10 @@ def make_nodes(
             if device == home:
                 continue
             parts = [own[i] for i in positions]
-            with on_copy_stream(device):
+            # Autograd runs a node's backward on the stream that was current when the node was made,
+            # and lets it wait for the gradients. So computing goes on while they are copied.
+            copying = on_stream(side_stream(device, "copies")) if is_cuda(device) else nullcontext()
+            with copying:
                 parts = Broadcast.apply(parts, token, *received)  # type: ignore[no-untyped-call]
             run_at_once(parts[0].grad_fn)
             for i, part in zip(positions, parts, strict=True):
@@ -385,12 +388,3 @@ def _expect_gradients_of_other_streams() -> None:
     set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if set_warns is not None:  # versions that do not have it do not warn
         set_warns(False)
-
-
-def on_copy_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context manager in which the copy stream is current, if ``device`` is a CUDA device.
-
-    Autograd runs a node's backward on the stream that was current when the node was made, and lets
-    that stream wait for the gradients. So computing goes on while they are copied.
-    """
-    return on_stream(side_stream(device, "copies")) if is_cuda(device) else contextlib.nullcontext()
