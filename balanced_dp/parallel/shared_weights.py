@@ -11,7 +11,6 @@ from torch import nn
 
 from ..devices import is_cuda
 from .copies import Arrivals, Copies, copy_to, make_nodes
-from .scatter import move
 
 _CHANGED = (
     "a parameter was replaced, frozen, unfrozen or changed inside shared_weights(), whose calls "
@@ -126,7 +125,7 @@ def _copied(
 
 
 def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Copy the entries of ``__dict__`` that copies lack, and move tensors among them.
+    """Set the attributes of the originals that copies lack.
 
     Copies of parameters are marked as parameters for ``isinstance``.
     """
@@ -135,6 +134,4 @@ def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Te
             if isinstance(original, nn.Parameter):
                 copy._is_param = True
             for name, value in vars(original).items():
-                if name not in vars(copy):
-                    is_sent = isinstance(value, torch.Tensor) and not value.requires_grad
-                    vars(copy)[name] = move(value, copy.device) if is_sent else value
+                vars(copy).setdefault(name, value)

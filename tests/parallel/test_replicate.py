@@ -303,10 +303,6 @@ def takes_out_and_restores(self, x):
     return doubled + self.layer(x)
 
 
-def of_a_tensor_on_the_weight(self, x):
-    return self.layer(x) @ self.layer.weight.original
-
-
 def two_layers(forward):
     return Lambda(forward, layer=nn.Linear(4, 4), other=nn.Linear(4, 4))
 
@@ -339,7 +335,6 @@ CHANGED_WEIGHTS = {
     "dropped": WeightDrop,
     "tied again": lambda: two_layers(ties_again),
     "restored": lambda: two_layers(takes_out_and_restores),
-    "with a tensor": lambda: two_layers(of_a_tensor_on_the_weight),
     "flattened": lambda: Lambda(flattens, layer=nn.LSTM(4, 4, 2, batch_first=True)),
     "of a class that copies itself": lambda: CopiesItself(4, 4),
 }
@@ -352,9 +347,6 @@ def test_weights_that_forward_replaces(devices, name, gpu0_bsz):
     """They were an AttributeError, a ValueError or a TypeError, or on another device."""
     plain = CHANGED_WEIGHTS[name]().double()
     module = copy.deepcopy(plain).to(devices[0])
-    if name == "with a tensor":
-        for net, device in ((plain, None), (module, devices[0])):
-            net.layer.weight.original = (torch.eye(4).double() + 1).to(device)
     model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
     x = torch.randn(12, 3, 4).double()
     for has_gradients in (True, False, True):
