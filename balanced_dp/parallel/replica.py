@@ -156,7 +156,6 @@ class Replica:
         # A free-threaded build counts the references of each thread apart.
         can_count = not is_free_threaded_build()
         self._can_recycle = can_count and not any(blueprint.replicating)
-        self._arriving: list[dict[str, Any]] = []
         self._fingerprint = self._take_fingerprint()
 
     def _bind(self) -> None:
@@ -195,16 +194,9 @@ class Replica:
             plain = own["_parameters"]
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
                 own["_parameters"] = ArrivingParameters(plain, device, awaited)
-                self._arriving.append(own)
         for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
             # A weight that forward computes, as in DropConnect, is not there yet.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
-
-    def stop_waiting(self) -> None:
-        """Replace parameters that wait for their arrival by plain dictionaries."""
-        while self._arriving:
-            own = self._arriving.pop()
-            own["_parameters"] = own["_parameters"].data
 
     def end(self) -> bool:
         """Reset the replica after a call, or return False if it must not be used again.
