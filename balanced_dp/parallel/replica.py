@@ -55,7 +55,7 @@ class Blueprint:
         bound: the values that may be bound to modules: the index of a dictionary among those with
             attributes and hooks, the key, and the value.
         compiled: the indices of the modules that are results of ``torch.compile``.
-        replicating: for each module, whether it overrides ``_replicate_for_data_parallel``.
+        can_recycle: whether replicas may be used again.
 
     Raises:
         RuntimeError: a submodule is scripted or compiled in place.
@@ -76,7 +76,9 @@ class Blueprint:
         items = [(i, *item) for i, dictionary in places for item in dictionary.items()]
         self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
-        self.replicating = list(map(_replicates_itself, self.modules))
+        # A free-threaded build counts the references of each thread apart.
+        can_count = not is_free_threaded_build()
+        self.can_recycle = can_count and not any(map(_replicates_itself, self.modules))
         members = _registered((*MEMBERS, *HOOKS), own)
         self._filled, self._empty = list(filter(None, members)), [d for d in members if not d]
         self._contents = self._take_contents()
@@ -135,7 +137,7 @@ class Replica:
     def __init__(self, blueprint: Blueprint) -> None:
         self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
         self._blueprint = blueprint
-        self.modules: list[Any] = [*map(_shallow_copy, blueprint.modules, blueprint.replicating)]
+        self.modules: list[Any] = [*map(_shallow_copy, blueprint.modules)]
         self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
         for index, kind, name, position in blueprint.children:
             self.attributes[index][kind][name] = self.modules[position]
@@ -153,9 +155,6 @@ class Replica:
         """The attributes and members between calls: children, and no tensors."""
         self._hooks = _registered(HOOKS, self.attributes)
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        # A free-threaded build counts the references of each thread apart.
-        can_count = not is_free_threaded_build()
-        self._can_recycle = can_count and not any(blueprint.replicating)
         self._fingerprint = self._take_fingerprint()
 
     def _bind(self) -> None:
@@ -205,7 +204,7 @@ class Replica:
         not reset. Activation checkpointing, for example, keeps modules, or dictionaries of them,
         until backward. Then nothing is removed.
         """
-        if not self._can_recycle or self._fingerprint != self._take_fingerprint():
+        if not self._blueprint.can_recycle or self._fingerprint != self._take_fingerprint():
             return False
         deque(map(dict.clear, filter(None, self._resettable)), maxlen=0)  # a loop in C
         deque(map(dict.update, self._filled, self._made_with), maxlen=0)
@@ -227,9 +226,9 @@ class Replica:
         )
 
 
-def _shallow_copy(module: nn.Module, replicates_itself: bool) -> nn.Module:
+def _shallow_copy(module: nn.Module) -> nn.Module:
     copy: nn.Module
-    if replicates_itself:
+    if _replicates_itself(module):
         copy = module._replicate_for_data_parallel()
     else:
         copy = object.__new__(type(module))  # its own __new__ may need arguments
