@@ -66,8 +66,8 @@ class Blueprint:
         for module in self.modules:
             _check_replicable(module)
         parameters, buffers = self._members("_parameters"), self._members("_buffers")
-        self.parameters: list[torch.Tensor] = _each_once(parameters)
-        self.tensors: list[torch.Tensor] = _each_once(parameters + buffers)
+        self.parameters: list[torch.Tensor] = list(dict.fromkeys(p for *_, p in parameters))
+        self.tensors = list(dict.fromkeys([*self.parameters, *(b for *_, b in buffers)]))
         self.buffers = self.tensors[len(self.parameters) :]
         self.places = _places(parameters + buffers, self.tensors)
         self.children = _places(self._members("_modules"), self.modules)
@@ -112,10 +112,6 @@ class Blueprint:
             list(chain.from_iterable(dictionaries)),
             list(chain.from_iterable(map(dict.values, dictionaries))),
         )
-
-
-def _each_once(members: Sequence[_Member]) -> list[Any]:
-    return list({id(member): member for _, _, _, member in members}.values())
 
 
 def _places(members: Sequence[_Member], values: Sequence[Any]) -> list[_Place]:

@@ -74,7 +74,7 @@ class _Block:
         self._copies: dict[torch.device, list[torch.Tensor]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         """The streams on which the copies were made."""
-        self._versions: dict[torch.Tensor, int | None] | None = None
+        self._versions: dict[torch.Tensor, int | None] = {}
         """The parameters of the first call, and the versions of the trained ones."""
 
     def on(self, devices: Sequence[torch.device], parameters: Sequence[torch.Tensor]) -> Copies:
@@ -89,8 +89,7 @@ class _Block:
             p: p._version if p.requires_grad and not p.is_inference() else None
             for p in parameters
         }
-        if self._versions is None:
-            self._versions = versions
+        self._versions = self._versions or versions
         if versions != self._versions:
             raise RuntimeError(_CHANGED)
         missing = [device for device in devices if device not in self._copies]
