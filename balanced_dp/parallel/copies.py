@@ -264,15 +264,14 @@ def bring_to(
     present = [g for g in gradients if g is not None]
     stream = side_stream(device, source)
     with on_stream(stream):
-        if len(present) > 1 and all(g.layout is torch.strided for g in present):
+        are_dense = all(g.layout is torch.strided for g in present)
+        if len(present) > 1 and are_dense and not torch.is_grad_enabled():
             flat = move(_flatten_dense_tensors(present), device)
-            brought = list(_unflatten_dense_tensors(flat, present))
-            if not torch.is_grad_enabled():  # unless create_graph is set
-                # A view that becomes a .grad would keep the memory of all.
-                own = [torch.empty_like(view) for view in brought]
-                torch._foreach_copy_(own, brought)
-                brought = own
-        else:
+            # A view that becomes a .grad would keep the memory of all.
+            views = _unflatten_dense_tensors(flat, present)
+            brought = [torch.empty_like(view) for view in views]
+            torch._foreach_copy_(brought, views)
+        else:  # also if create_graph is set
             brought = [move(g, device) for g in present]
     torch.get_device_module(source).current_stream(source).wait_stream(stream)
     parts = iter(brought)
