@@ -46,6 +46,15 @@ FOR_EMULATION = """
 """
 """Without one of these, ``emulate_devices`` raises an EmulationError that names it."""
 
+AWAITS_PRODUCERS = torch.__version__ >= "2.8"
+"""Whether the user of a gradient waits for the node that sends it from another device.
+
+Before, autograd assumes that the gradient was computed on the default stream of its device, which
+is the current one in the threads of autograd.
+
+Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
+"""
+
 
 def exists(name: str) -> bool:
     """Return whether torch has a dotted name, or a class of it declares such an attribute."""

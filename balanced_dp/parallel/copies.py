@@ -35,7 +35,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
 from ..devices import is_cuda, on_stream, side_stream
-from ..torch_versions import run_at_once
+from ..torch_versions import AWAITS_PRODUCERS, run_at_once
 from .scatter import move
 
 BUCKET_BYTES = 25 * 2**20
@@ -255,14 +255,17 @@ def bring_to(
 ) -> list[torch.Tensor | None]:
     """Return the gradients of a bucket on ``device``. Differentiable.
 
-    Between CUDA devices they are copied on a stream of their own, so that its computing goes on,
-    and dense ones in one piece. The current stream of the source device waits for the copy.
+    Between CUDA devices they are copied on a stream of their own, so that its computing goes on
+    (before torch 2.8 on the current stream), and dense ones in one piece. The current stream of the
+    source device waits for the copy.
     """
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
         return [None if g is None else move(g, device) for g in gradients]
     present = [g for g in gradients if g is not None]
     stream = side_stream(device, source)
+    if not AWAITS_PRODUCERS:
+        stream = torch.get_device_module(device).current_stream(device)
     with on_stream(stream):
         are_dense = all(g.layout is torch.strided for g in present)
         if len(present) > 1 and are_dense and not torch.is_grad_enabled():

@@ -77,6 +77,16 @@ def test_gradients_hold_their_bytes_alone(gpu0_bsz, num_devices, stand_in):
     assert torch.accelerator.memory_allocated(devices[0]) - before <= 0.02 * own
 
 
+def test_older_autograd_waits_for_the_default_stream_alone(stand_in, monkeypatch):
+    """Before torch 2.8 the home may have used gradients while they were copied."""
+    monkeypatch.setattr(copies, "AWAITS_PRODUCERS", False)
+    home, source = stand_in.devices[:2]
+    gradients = copies.bring_to(home, [torch.ones(WIDTH, device=source) for _ in range(2)])
+    for gradient in gradients:
+        gradient.add(1)
+    assert not stand_in.races()
+
+
 @pytest.mark.parametrize(("num_devices", "opened"), [(4, [(0, 1, 2, 3)]), (2, [])])
 def test_one_communicator_serves_all(num_devices, opened, stand_in):
     """Weights, buffers and criteria. Each one takes hundreds of MiB of a GPU for good, and all of
