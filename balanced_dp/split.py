@@ -51,10 +51,8 @@ def split_batch(
     batch_size = as_integer("batch_size", batch_size, minimum=0)
     num_devices = as_integer("num_devices", num_devices, minimum=1)
     gpu0_bsz = as_integer("gpu0_bsz", gpu0_bsz, minimum=0)
-    if num_devices == 1:
-        return (batch_size,)
     even = even_share(batch_size, num_devices)
-    if gpu0_bsz >= even:
+    if gpu0_bsz >= even or num_devices == 1:
         return tuple(max(0, min(even, batch_size - i * even)) for i in range(num_devices))
     share, extra = divmod(batch_size - gpu0_bsz, num_devices - 1)
     return (gpu0_bsz, *(share + (i < extra) for i in range(num_devices - 1)))
