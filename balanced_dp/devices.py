@@ -95,24 +95,9 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
 
 
 def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[torch.device]:
-    """Return the accelerators to measure on; none if devices are to be emulated.
-
-    They are emulated on request, or if the machine has fewer than two accelerators.
-
-    Args:
-        num_devices: the number of devices; None means all.
-        emulate: whether to emulate devices in any case.
-
-    Raises:
-        ArgumentError: there are fewer accelerators.
-    """
+    """Return the GPUs that ``training_devices`` provides; none if it emulates devices."""
     found = [] if emulate else resolve_devices(None, default_device_type())
-    if 1 < len(found) < (num_devices or 2):
-        raise ArgumentError(
-            f"num_devices={num_devices}, but there are {len(found)} accelerators; any number of "
-            "devices can be emulated (--emulate)"
-        )
-    return found[:num_devices] if len(found) > 1 else []
+    return found[:num_devices] if len(found) >= (num_devices or 2) else []
 
 
 @contextlib.contextmanager
@@ -156,13 +141,13 @@ def training_devices(
         ...     del model
         (1, 7)
     """
-    found = [] if emulate else resolve_devices(None, default_device_type())
-    if num_devices is None:
-        num_devices = len(found) if len(found) > 1 else 4
-    if as_integer("num_devices", num_devices, minimum=1) <= len(found):
-        yield found[:num_devices]
+    if num_devices is not None:
+        num_devices = as_integer("num_devices", num_devices, minimum=1)
+    if found := accelerators(num_devices, emulate):
+        yield found
         return
-    with emulate_devices(num_devices, memory=memory, symbolic=symbolic, as_cuda=as_cuda) as devices:
+    num = num_devices or 4
+    with emulate_devices(num, memory=memory, symbolic=symbolic, as_cuda=as_cuda) as devices:
         yield devices
 
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..devices import accelerators, is_emulated, resolve_devices
+from ..devices import default_device_type, is_emulated, resolve_devices, training_devices
 from ..emulation import emulate_devices
 from ..memory.probe import MemoryProbe
 from ..parallel.data_parallel import BalancedDataParallel
 from ..split import even_share
-from ..torch_versions import accelerator_type
 from ..tuning.models import TokenTransformer
 from ..tuning.report import RESERVE, Provenance
 from ..tuning.step import measure_step
@@ -99,14 +98,15 @@ def validate(
     """Compare gradients, memory and time on all GPUs, or on emulated devices without any.
 
     Args:
-        num_devices: number of devices. The default is all GPUs, four replicas on a single GPU, or
-            four emulated devices without any.
+        num_devices: number of devices, emulated if there are fewer GPUs; on a single GPU, the
+            number of replicas. The default is all GPUs, four replicas on a single GPU, or four
+            emulated devices without any.
         emulate: whether to emulate devices even if there are GPUs.
         workload: the workload that measures memory and time, as for ``find_workload``.
         on_check: called with each check.
 
     Raises:
-        ArgumentError: there are fewer devices, or there is no such workload.
+        ArgumentError: there is no such workload.
     """
     checks: list[Check] = []
     trained = find_workload(workload)
@@ -131,10 +131,10 @@ def _opened(
     num_devices: int | None, emulate: bool
 ) -> AbstractContextManager[Sequence[torch.device]]:
     """Return a context manager with the device of each replica."""
-    found = accelerators(num_devices, emulate)
-    if not found and not emulate:  # one at most
-        found = resolve_devices(None, accelerator_type()) * (num_devices or 4)
-    return nullcontext(found) if found else emulate_devices(num_devices or 4)
+    found = [] if emulate else resolve_devices(None, default_device_type())
+    if len(found) == 1:
+        return nullcontext(found * (num_devices or 4))
+    return training_devices(num_devices, emulate=emulate)
 
 
 def _described(device: torch.device) -> str:
