@@ -43,18 +43,15 @@ def default_device_type() -> str | None:
     return None if device_type == "mps" else device_type  # MPS has a single device
 
 
-def resolve_devices(
-    device_ids: Sequence[Device] | None, device_type: str | None
-) -> list[torch.device]:
-    """Return the devices that ``device_ids`` names; ints are indices of ``device_type``.
-
-    None names all devices of ``device_type``.
+def resolve_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
+    """Return the devices that ``device_ids`` names; None names all of the default type.
 
     Raises:
         ArgumentError: ``device_ids`` is empty, or a device does not exist.
         ArgumentTypeError: ``device_ids`` is not a sequence of devices.
     """
     if device_ids is None:
+        device_type = default_device_type()
         if device_type is None:
             return []
         count = torch.get_device_module(device_type).device_count()
@@ -63,15 +60,16 @@ def resolve_devices(
         raise ArgumentTypeError(f"device_ids must be a list of devices, got {device_ids!r}")
     if not device_ids:
         raise ArgumentError("device_ids is empty; omit it to use all devices")
-    return [resolve_device(device_id, device_type) for device_id in device_ids]
+    return [resolve_device(device_id) for device_id in device_ids]
 
 
-def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
-    """Return the device that ``device_id`` names; an int is an index of ``device_type``.
+def resolve_device(device_id: Device) -> torch.device:
+    """Return the device that ``device_id`` names; an int is an index of the default type.
 
     Raises:
         ArgumentError: the device does not exist.
     """
+    device_type = default_device_type()
     if isinstance(device_id, int) and device_type is None:
         raise ArgumentError(
             f"device {device_id} does not exist: there is no accelerator. Leave device_ids out "
@@ -96,7 +94,7 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
 
 def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[torch.device]:
     """Return the GPUs that ``training_devices`` provides; none if it emulates devices."""
-    found = [] if emulate else resolve_devices(None, default_device_type())
+    found = [] if emulate else resolve_devices(None)
     return found[:num_devices] if len(found) >= (num_devices or 2) else []
 
 

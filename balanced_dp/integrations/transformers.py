@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{__name__} needs {error.name}: pip install '.[hf]' in a clone") from error
 
-from ..devices import Device, default_device_type, resolve_devices
+from ..devices import Device, resolve_devices
 from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
@@ -115,7 +115,7 @@ class BalancedTrainer(Trainer):
         self.add_callback(_KeepSplit(self))
         if not self.is_model_parallel and self.args.parallel_mode != ParallelMode.DISTRIBUTED:
             if device_ids is not None or self.args.n_gpu > 1 or has_machine():
-                self._use(resolve_devices(device_ids, default_device_type()))
+                self._use(resolve_devices(device_ids))
         elif device_ids is not None:
             raise ArgumentError("leave device_ids out in a distributed launch or with a device_map")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..devices import Device, default_device_type, is_emulated, resolve_devices
+from ..devices import Device, is_emulated, resolve_devices
 from ..errors import ProbeError
 from .nvml import Board, Nvml, NvmlError, connection, find_board
 from .nvml_sampler import Sampler
@@ -46,7 +46,7 @@ class MemoryProbe:
     """
 
     def __init__(self, devices: Sequence[Device] | None = None) -> None:
-        self.devices = list(dict.fromkeys(resolve_devices(devices, default_device_type())))
+        self.devices = list(dict.fromkeys(resolve_devices(devices)))
         self.nvml_error: str | None = None
         self._nvml: Nvml | None = None
         self._boards: dict[torch.device, Board] = {}

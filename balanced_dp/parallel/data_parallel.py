@@ -176,13 +176,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
         nn.Module.__init__(self)
         check_options(scalar_outputs, loss_weight)
-        device_type = default_device_type()
-        devices = resolve_devices(device_ids, device_type)
-        self._device_type = device_type or ""
+        devices = resolve_devices(device_ids)
+        self._device_type = default_device_type() or ""
         self.device_ids = [self._id_of(device) for device in devices]
         self.src_device_obj = devices[0] if devices else None
         where = "cpu" if output_device == -1 else output_device  # torch's name for the CPU
-        given = resolve_device(where, device_type) if devices and where is not None else None
+        given = resolve_device(where) if devices and where is not None else None
         self.output_device = self._id_of(given or devices[0]) if devices else None
         self.module = module
         self.dim = as_integer("dim", dim)

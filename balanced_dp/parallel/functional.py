@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..devices import Device, default_device_type, resolve_devices
+from ..devices import Device, resolve_devices
 from .data_parallel import BalancedDataParallel
 from .replicate import check_on_device
 
@@ -44,7 +44,7 @@ def balanced_data_parallel(
         >>> balanced_data_parallel(1, model, torch.ones(8, 4), ["cpu", "cpu"]).shape
         torch.Size([8, 2])
     """
-    devices = resolve_devices(device_ids, default_device_type())
+    devices = resolve_devices(device_ids)
     if devices:
         check_on_device(chain(module.parameters(), module.buffers()), devices[0])
     if not isinstance(inputs, tuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..devices import default_device_type, is_emulated, resolve_devices, training_devices
+from ..devices import is_emulated, resolve_devices, training_devices
 from ..emulation import emulate_devices
 from ..memory.probe import MemoryProbe
 from ..parallel.data_parallel import BalancedDataParallel
@@ -131,7 +131,7 @@ def _opened(
     num_devices: int | None, emulate: bool
 ) -> AbstractContextManager[Sequence[torch.device]]:
     """Return a context manager with the device of each replica."""
-    found = [] if emulate else resolve_devices(None, default_device_type())
+    found = [] if emulate else resolve_devices(None)
     if len(found) == 1:
         return nullcontext(found * (num_devices or 4))
     return training_devices(num_devices, emulate=emulate)
