@@ -6,10 +6,8 @@ Every error derives from ``BalancedDataParallelError`` and from a builtin error,
 
 from __future__ import annotations
 
-import difflib
 import sys
 import warnings
-from collections.abc import Iterable
 from types import FrameType
 
 
@@ -55,12 +53,6 @@ class ReportError(BalancedDataParallelError, ValueError):
 
 class BalanceWarning(UserWarning):
     """The split has no effect, or a result may differ from that of the whole batch."""
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the question whether the most similar name was meant, or "" if none is similar."""
-    close = difflib.get_close_matches(given, [*known], 1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def warn(message: str) -> None:

@@ -62,7 +62,7 @@ def options(
     """Give the first GPU of torch.nn.DataParallel a smaller share of the batch."""
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(context_settings={"allow_interspersed_args": False})
 def run(
     context: typer.Context,
     script: Annotated[str, Argument(metavar="SCRIPT", help="A Python script.")],
@@ -97,8 +97,7 @@ def run(
     arguments.check_outputs(json_file, html)
     if arguments.STDOUT in (json_file, html):
         raise ArgumentError("stdout is the script's; name a file")
-    own = {name for option in context.command.params for name in option.opts}
-    check_script(script, is_module, sorted(own))
+    check_script(script, is_module)
     exit_code, report, parts = run_and_measure(
         script,
         script_arguments or (),
@@ -112,6 +111,7 @@ def run(
         emulate=emulate or symbolic,
         goal=goal,
     )
+    own = {name for option in context.command.params for name in option.opts}
     misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
     if exit_code == 2 and misplaced:  # what argparse ends a script with
         console.say(f"{misplaced[0]} went to the script; place it before {script}")

@@ -12,17 +12,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, that of a shell."""
 
 
-def check_script(name: str, is_module: bool, options: Sequence[str] = ()) -> None:
-    """Raise ArgumentError if there is no such script; ``options`` are those of the command."""
-    if name.startswith("-"):
-        hint = did_you_mean(name, options)
-        raise ArgumentError(f"there is no option {name}{hint}; see balanced-dp run --help")
+def check_script(name: str, is_module: bool) -> None:
+    """Raise ArgumentError if there is no such script."""
     if not is_module and not Path(name).is_file():
         kind = "a folder" if Path(name).is_dir() else "not a file"
         raise ArgumentError(f"{name} is {kind}; name a Python script, or a module after -m")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import ArgumentError, ArgumentTypeError, did_you_mean
+from ..errors import ArgumentError, ArgumentTypeError
 from .models import TokenTransformer
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
@@ -101,7 +101,7 @@ def find_workload(target: str) -> Workload:
     if not (module_name and function_name):
         hint = f" (a script? balanced-dp run {target})" if Path(target).is_file() else ""
         raise ArgumentError(
-            f"there is no workload {target!r}{hint or did_you_mean(target, BUILT_IN)}; built in "
+            f"there is no workload {target!r}{hint}; built in "
             f"are {', '.join(BUILT_IN)}; name your own as package.module:function or "
             "file.py:function"
         )

@@ -71,7 +71,6 @@ def test_the_version_is_in_the_changelog():
         ("run --memory 512MiB mine.py", "1.00 GiB of each device is kept free"),
         ("run --reserve 1GiB mine.py", "--reserve needs --memory, the capacity of the"),
         ("tune --reserve 1GiB char-lm", "--reserve needs --memory, the capacity of the"),
-        ("run --step 3 mine.py", "there is no option --step (did you mean --steps?); see "),
         ("run --json - mine.py", "stdout is the script's; name a file"),
         ("run --json a --html a mine.py", "a is named twice; name another file for one"),
         ("validate --json - --markdown -", "- is named twice"),
@@ -91,16 +90,17 @@ def test_errors_are_one_line(command, message, tuned, invoke, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("plan --devices 1 x", "'--devices': .*2"),
-        ("run --devices 0 mine.py", "'--devices': .*1"),
-        ("plan --for sped x", "'--for': .*'sped' is not one of 'speed', 'headroom', 'batch'"),
-        ("run --for batch mine.py", "'--for': .*'batch' is not one of 'speed', 'headroom'"),
+        ("plan --devices 1 x", "value for '--devices': .*2"),
+        ("run --devices 0 mine.py", "value for '--devices': .*1"),
+        ("plan --for sped x", "value for '--for': .*'sped' is not one of 'speed', 'headroom', 'b"),
+        ("run --for batch mine.py", "value for '--for': .*'batch' is not one of 'speed', 'headr"),
+        ("run --step 3 mine.py", "No such option: --step .*--steps"),
     ],
 )
-def test_values_that_an_option_does_not_take(command, message, invoke):
+def test_options_and_values_that_do_not_exist(command, message, invoke):
     ended = invoke(*command.split())
     assert ended.exit_code == 2
-    assert re.search(f"Invalid value for {message}", ended.output)  # click's words, or pydantic's
+    assert re.search(message, ended.output)  # click's words, or pydantic's
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -64,7 +64,6 @@ def test_batches(batch, expected):
     ("target", "message"),
     [
         ("net", r"'net'; built in .*name your own as package\.module:f"),
-        ("gpt2-smal", r"'gpt2-smal' \(did you mean gpt2-small\?\); built in"),
         ("nowhere/mine.py:make", "cannot be made: nowhere/mine.py is not a file"),
         ("broken:make", "SyntaxError"),
         ("raises:make", "RuntimeError: not now"),
