@@ -12,7 +12,6 @@ from .emulation import emulate_devices
 from .emulation.machine import current_machine, has_machine
 from .errors import ArgumentError, ArgumentTypeError
 from .split import as_integer
-from .torch_versions import accelerator_type
 
 Device = int | str | torch.device
 
@@ -39,8 +38,10 @@ def default_device_type() -> str | None:
     """
     if has_machine():
         return current_machine().device_type
-    device_type = accelerator_type()
-    return None if device_type == "mps" else device_type  # MPS has a single device
+    # torch.accelerator exists since 2.6, which raises if there is no accelerator.
+    device: torch.device = torch._C._get_accelerator()
+    has_several = device.type not in ("cpu", "mps")  # MPS has a single device
+    return device.type if has_several and torch.get_device_module(device).is_available() else None
 
 
 def resolve_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:

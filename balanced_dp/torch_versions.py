@@ -83,14 +83,6 @@ def require(names: str, what: str, error: type[Exception]) -> None:
 require(NEEDED, "balanced_dp", ImportError)
 
 
-def accelerator_type() -> str | None:
-    """Return the type of this machine's accelerators; None if there are none."""
-    # torch.accelerator exists since 2.6, which raises if there is no accelerator.
-    device: torch.device = torch._C._get_accelerator()
-    is_there = device.type != "cpu" and torch.get_device_module(device).is_available()
-    return device.type if is_there else None
-
-
 def run_at_once(node: Any) -> None:
     """Let a node run as early as possible in backward.
 

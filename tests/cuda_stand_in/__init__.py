@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from balanced_dp.devices import CUDA_LIKE
-from balanced_dp.torch_versions import accelerator_type
+from balanced_dp.devices import CUDA_LIKE, default_device_type
 
 from ..versions import has_torch
 from . import clock
@@ -36,7 +35,7 @@ def _why_not() -> str | None:
         return "the stand-in for CUDA devices is compiled, which needs g++ and ninja"
     if not has_torch("2.13"):
         return "the stand-in for CUDA devices needs torch 2.13"
-    if accelerator_type() is not None:
+    if default_device_type() is not None:
         return "torch has one accelerator at a time, and there is one here"
     return None
 

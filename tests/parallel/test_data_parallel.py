@@ -113,7 +113,8 @@ def test_steps_are_overridden_as_torchs_are(gpu0_bsz, devices):
 @pytest.mark.parametrize("accelerator", [None, "cuda"])
 def test_ints_and_none_mean_emulated_devices(accelerator, monkeypatch):
     """On a machine with GPUs they meant those, and the README's examples failed there."""
-    monkeypatch.setattr("balanced_dp.devices.accelerator_type", lambda: accelerator)
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device(accelerator or "cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with emulate_devices(3) as devices:
         module = nn.Linear(4, 2).to(devices[0])
         for device_ids in (None, [0, 1, 2], ["lazy:0", devices[1], 2]):
