@@ -187,6 +187,4 @@ def has_streams(device: torch.device) -> bool:
 
 def on_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that makes ``stream`` current."""
-    context: contextlib.AbstractContextManager[Any]
-    context = torch.get_device_module(stream.device).stream(stream)
-    return context
+    return torch.get_device_module(stream.device).stream(stream)  # type: ignore[no-any-return]
