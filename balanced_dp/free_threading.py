@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sysconfig
 import threading
 
@@ -16,7 +15,6 @@ Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, t
 """
 
 
-@functools.cache
 def is_free_threaded_build() -> bool:
     """Return whether this is a free-threaded build of Python, whether or not its lock is on.
 
