@@ -313,7 +313,7 @@ def masks_behind(nodes: Sequence[Any], dim: int) -> list[Tensor]:
             behind, number = behind.next_functions[0]
         saved = [_saved(behind, name) for name in ("other", "self", "condition")]
         if hasattr(behind, "_saved_ignore_index"):
-            saved = [_saved(behind, "target") != behind._saved_ignore_index]
+            saved = [_saved(behind, "target") != _signed(behind._saved_ignore_index)]
         shape = tuple(shape_of(behind, number))
         saved = [one for one in saved if _is_data(one) and one.dim() == len(shape)]
         masks += [one for one in saved if one.shape[: dim + 1] == shape[: dim + 1]][:1]
@@ -376,8 +376,12 @@ def dims_of(node: Any) -> Sequence[int]:
     """Return the dimensions along which an operator goes; negative ones count from the end."""
     dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
     dims = dims if isinstance(dims, tuple) else (dims,)
-    # torch reports negative ones as unsigned numbers.
-    return [dim - 2**64 * (dim >= 2**63) for dim in dims if dim is not None]
+    return [_signed(dim) for dim in dims if dim is not None]
+
+
+def _signed(number: int) -> int:
+    """Return a number that autograd saved; torch reports some negative ones as unsigned."""
+    return number - 2**64 * (number >= 2**63)
 
 
 def is_parameter(node: Any) -> bool:
