@@ -94,7 +94,7 @@ class BalancedCriterion(nn.Module):
         if criterion is functional.ctc_loss or isinstance(criterion, nn.CTCLoss):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
-        options = dim, self.broadcast, self.split, history.seen
+        options = dim, self.broadcast, self.split, history.warned
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
         split = devices, outputs.chunk_sizes or (), dim
         call = Call(history, self._function, *split, loss_weight=self.loss_weight)

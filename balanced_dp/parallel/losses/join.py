@@ -49,15 +49,20 @@ class OutputHistory:
     """The findings of earlier calls of a model about its outputs.
 
     Attributes:
-        known: by function, path and form of the call, how an output was joined in the last call
-            with gradients: whether it adds up but for some cross entropies, and their positions
-            and factors; None if only the graph tells. By the place of a term in such an output,
-            whether the tensor that divides or multiplies it was its count.
-        seen: what is looked at or warned of once, and outputs that were joined as numbers.
+        plans: by function and path of an output, how it was joined in the last call with gradients:
+            whether it adds up but for some cross entropies, their positions and factors, and the
+            form of the call. None if only the graph tells.
+        fits: by the place of a term in an output, whether the tensor that divides or multiplies it
+            was its count.
+        seen: functions and cross entropies, which are looked at once, and outputs that were joined
+            as numbers.
+        warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
-    known: dict[Any, Any] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)
+    fits: dict[Any, bool] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
         return OutputHistory, ()  # a copy of the model has its own
@@ -116,7 +121,7 @@ class Call:
                 self._check_counted(name, [own])
                 return joined(outputs, counts_of(own) if own[0].kind == "mean" else None, device)
         try:
-            weights, means = self._plan(outputs, (*key, self._form))
+            weights, means = self._plan(outputs, key)
         except UnclearError as error:
             self.warn(name, str(error), f"It is averaged over samples. {_REMEDY}")
             return joined(outputs, sizes, device)
@@ -150,22 +155,22 @@ class Call:
         Raises:
             UnclearError: they are not known.
         """
-        sizes, known = self.chunk_sizes, self.history.known
+        sizes, plans = self.chunk_sizes, self.history.plans
         if torch.is_grad_enabled():
-            known[key] = None  # unless it is known below
+            plans[key] = None  # unless it is known below
             nodes = {one.node: one for found in self.counted for one in found}
             terms = terms_of(outputs, sizes, self.dim, nodes)
             weights, means = self._weights_of(terms, key)
             # Sets compare hashes, so tensors among the weights are not read.
             if weights in {sizes, None} and not any(term.scales for term in means):
                 own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
-                known[key] = weights is None, own
+                plans[key] = weights is None, own, self._form
             return weights, means
-        if key not in known:
+        if key not in plans:
             return self._weights_of([self._term_by_value(outputs)], key)
-        if known[key] is None:
-            raise UnclearError("without gradients its counts or factors may differ")
-        adds_up, own = known[key]
+        adds_up, own, form = plans[key] or (False, [], None)
+        if form != self._form:
+            raise UnclearError("without gradients its counts, factors or arguments may differ")
         means = [Term([f] * len(sizes), own=[c[i] for c in self.counted]) for i, f in own]
         return (None if adds_up else sizes), means
 
@@ -181,7 +186,7 @@ class Call:
             factors = [output / (value or math.nan) for output, value in pairs if output or value]
             if any(factors) and are_equal(factors, 1e-6):
                 return Term([factors[0]] * len(own), factors[:1], kind=own[0].kind, own=own)
-        raise UnclearError("no call with gradients and such arguments has shown how it is computed")
+        raise UnclearError("no call with gradients has shown how it is computed")
 
     def _weights_of(self, terms: Sequence[Term], key: Any) -> tuple[Weights, Sequence[Term]]:
         """Return the weights of all terms but the cross entropies that are means, and these.
@@ -196,7 +201,7 @@ class Call:
         for i, term in enumerate(terms):
             products = [1, *(abs(f * n) for f, n in zip(term.factors, sizes, strict=True))]
             is_divided = term.kind == "weights" and term.numbers and are_equal(products)
-            place = (key, len(terms), i)
+            place = (key, len(terms), i, self._form)
             if term.kind == "constant":
                 continue  # most often the 0 that a loop starts from, and it has no gradient
             if term.multipliers:
@@ -225,12 +230,12 @@ class Call:
 
         This waits until the counts differ, as another number may be the same.
         """
-        if place not in self.history.known and term.kind == "mean" and term.own:
+        if place not in self.history.fits and term.kind == "mean" and term.own:
             counts = [float(count) for count in counts_of(term.own)]
             fits = counts == [float(number) for number in term.multipliers]
             if len(set(counts)) > 1 or not fits:
-                self.history.known[place] = fits and not term.numbers and not term.divisors
-        return bool(self.history.known.get(place))
+                self.history.fits[place] = fits and not term.numbers and not term.divisors
+        return self.history.fits.get(place, False)
 
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
         """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
@@ -248,7 +253,7 @@ class Call:
         Raises:
             UnclearError: it is divided by something else.
         """
-        sizes, factors, known = self.chunk_sizes, term.factors, self.history.known
+        sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
         if not (term.numbers or term.scales or term.divisors):
             return None
         if term.scales and max(sizes) == 1:
@@ -337,8 +342,8 @@ class Call:
         what = "the result" if path is None else f"output {path or '(the whole)'}"
         what = f"{what} of {nested.described(self.function)}"
         key = what if torch.is_grad_enabled() else f"{what} without gradients"
-        if not self.history.seen & {what, key}:
-            self.history.seen.add(key)
+        if not self.history.warned & {what, key}:
+            self.history.warned.add(key)
             warn(
                 f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
                 "model.check(batch) shows by how much"
