@@ -151,6 +151,7 @@ class Replica:
         """The attributes and members between calls: children, and no tensors."""
         self._hooks = _registered(HOOKS, self.attributes)
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
+        self._arriving: list[dict[str, Any]] = []
         self._fingerprint = self._take_fingerprint()
 
     def _bind(self) -> None:
@@ -189,9 +190,16 @@ class Replica:
             plain = own["_parameters"]
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
                 own["_parameters"] = ArrivingParameters(plain, device, awaited)
+                self._arriving.append(own)
         for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
             # A weight that forward computes, as in DropConnect, is not there yet.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+    def stop_waiting(self) -> None:
+        """Replace parameters that wait for their arrival by plain dictionaries."""
+        while self._arriving:
+            own = self._arriving.pop()
+            own["_parameters"] = own["_parameters"].data
 
     def end(self) -> bool:
         """Reset the replica after a call, or return False if it must not be used again.

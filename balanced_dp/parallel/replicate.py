@@ -204,6 +204,8 @@ class Replicas(list[ModuleT]):
     def wait(self) -> None:
         """Let the streams on which the replicas were made wait for all parameters."""
         self._arrivals.wait()
+        for replica in self._replicas:
+            replica.stop_waiting()
 
     __del__ = wait  # if the caller has not
 
