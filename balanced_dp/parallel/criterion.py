@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,8 +36,7 @@ class BalancedCriterion(nn.Module):
 
     Args:
         criterion: a module or a function of output and targets. A module's parameters are trained
-            and its buffers updated, as those of a replicated model. Tensors of a function are not
-            copied to the devices.
+            and its buffers updated, as those of a replicated model.
         loss_weight: the weight of a chunk's loss, as in ``BalancedDataParallel``.
         broadcast: dotted paths of targets that go whole to each device, by the names of the
             criterion's parameters.
@@ -71,12 +72,10 @@ class BalancedCriterion(nn.Module):
         split: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        if not callable(criterion):
-            raise ArgumentTypeError(f"criterion must be a module or a function, got {criterion!r}")
+        self.criterion = module = as_module(criterion)
         check_options("auto", loss_weight)
-        self.criterion = criterion
         self.loss_weight = loss_weight
-        self._function = criterion.forward if isinstance(criterion, nn.Module) else criterion
+        self._function = module.function if isinstance(module, _Function) else module.forward
         self.broadcast = check_paths("broadcast", broadcast, self._function)
         self.split = check_paths("split", split, self._function)
         self._history = OutputHistory()
@@ -86,20 +85,49 @@ class BalancedCriterion(nn.Module):
         """Return the loss of the whole batch."""
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
-        criterion, history, devices = self.criterion, self._history, outputs.devices
-        replicas: Sequence[Callable[..., Any]] = [criterion] * len(devices)
-        if isinstance(criterion, nn.Module):
-            replicas = self._replicator.replicate(criterion, devices)
-        dim = outputs.dim
-        if criterion is functional.ctc_loss or isinstance(criterion, nn.CTCLoss):
+        dim, sizes, history = outputs.dim, outputs.chunk_sizes or (), self._history
+        if self._function is functional.ctc_loss or isinstance(self.criterion, nn.CTCLoss):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
+        replicas = self._replicator.replicate(self.criterion, outputs.devices)
         options = dim, self.broadcast, self.split, history.warned
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
-        split = devices, outputs.chunk_sizes or (), dim
-        call = Call(history, self._function, *split, loss_weight=self.loss_weight)
-        with self._replicator.running(replicas):
+        weight, devices = self.loss_weight, outputs.devices
+        call = Call(history, self._function, devices, sizes, dim, loss_weight=weight)
+        with self._replicator.running(self.criterion, replicas):
             return outputs._run(replicas, inputs, call)
+
+
+def as_module(criterion: Any) -> nn.Module:
+    """Return a criterion as a module.
+
+    Raises:
+        ArgumentTypeError: it is neither a module nor a function.
+    """
+    if isinstance(criterion, types.MethodType) and criterion.__name__ == "forward":
+        criterion = criterion.__self__
+    if isinstance(criterion, nn.Module):
+        return criterion
+    if not callable(criterion):
+        raise ArgumentTypeError(f"criterion must be a module or a function, got {criterion!r}")
+    if isinstance(criterion, functools.partial) and not criterion.args:
+        return _Function(criterion.func, criterion.keywords)
+    return _Function(criterion, {})
+
+
+class _Function(nn.Module):
+    """A function as a module; tensors among its options are buffers, copied to each device."""
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.function = function
+        self._options = {n: v for n, v in options.items() if not isinstance(v, torch.Tensor)}
+        for name in options.keys() - self._options.keys():
+            self.register_buffer(name, options[name], persistent=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with its options."""
+        return self.function(*args, **{**self._options, **dict(self.named_buffers()), **kwargs})
 
 
 def _ctc_targets(

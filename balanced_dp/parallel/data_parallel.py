@@ -219,7 +219,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 args, keywords = self.scatter(inputs, kwargs, ids)
                 call.arguments = list(zip(args, keywords, strict=True))
                 replicas = self.replicate(self.module, ids)
-                with self._replicator.running(replicas):
+                with self._replicator.running(self.module, replicas):
                     outputs = self.parallel_apply(replicas, args, keywords)
                 joined = self._joined(outputs, call)
                 call.look_for_mixing(outputs)

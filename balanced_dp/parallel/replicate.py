@@ -99,10 +99,10 @@ class Replicator:
         return Replicas(*pool, devices, tensors, arrivals, looks)
 
     @contextlib.contextmanager
-    def running(self, replicas: Sequence[Any]) -> Iterator[None]:
+    def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
         """Context manager that keeps the writes of replicas to parameters and buffers.
 
-        At its end, the replicas are recycled. It does nothing for another sequence.
+        At its end, the replicas are recycled. It does nothing for replicas of another class.
 
         Warns:
             BalanceWarning: once for each attribute that forward sets, and for each parameter or
@@ -120,7 +120,7 @@ class Replicator:
             new = [name for name in dict.fromkeys(names) if name not in self._warned]
             self._warned.update(new)
             if new:
-                warn(f"{type(replicas[0]).__name__} {message.format(', '.join(new))}")
+                warn(f"{type(network).__name__} {message.format(', '.join(new))}")
         replicas.recycle()
 
 

@@ -101,7 +101,7 @@ def make_cases():
         for name, (make, module, *targets) in reducing.items()
         for reduction in ("mean", "sum", "none")
     }
-    function = partial(functional.cross_entropy, ignore_index=3, label_smoothing=0.1)
+    function = partial(functional.cross_entropy, ignore_index=3, label_smoothing=0.1, **weight)
     head = Lambda(lambda self, x, y: functional.mse_loss(self.head(x), y), head=linear(4))
     both = Lambda(lambda m, x: {"a": m.a(x), "b": (m.b(x),)}, a=linear(4), b=linear(2))
     weighs = {"loss_weight": lambda output, target, mask: mask.sum()}
@@ -117,6 +117,7 @@ def make_cases():
         "loss_weight": (masked_mean, linear(4), [numbers(4), mask], {}, weighs),
         "several": (several, both, [{"a": numbers(4)}], {"extra": numbers(2)}),
         "keyword": (ce(), logits, [], {"target": ignored}),
+        "method of a module": (ce(**weight).forward, logits, [ignored]),
         "subclass": (Shifted(), linear(7, CLASSES), [{"labels": classes(7, ignored=-100)}]),
         "losses": (goes_on, Lambda(with_losses, inner=linear(CLASSES)), [classes()]),
         "with parameters": (head, linear(WIDTH), [numbers(4)]),
