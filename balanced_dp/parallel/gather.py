@@ -27,8 +27,8 @@ class Gather:
       rows or none, or a replica has one, they are in the order of the devices, with a warning.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is restored.
     - 0-dim tensors, and those with one entry for several samples, are joined to one value, or
-      stacked to a vector. Once integers or bools differ, they add up in this call and later ones
-      (bools: to whether any is true), with a warning.
+      stacked to a vector. Integers and bools that differ add up (of bools, to whether any is true),
+      with a warning.
     - A list or tuple that is as long as the chunk on every replica has an entry for each sample;
       lists are concatenated. In chunks of one size this is ambiguous: if it holds a tensor with a
       batch dimension, or only 0-dim ones, it is joined item by item, lists with a warning.
@@ -134,8 +134,13 @@ class Gather:
         numbers = moved(numbers, self.device)
         if how == "stack":
             return torch.stack(numbers)
-        adds_up = how == "sum" or self.call.are_counts(numbers, path)
-        return total(numbers, self.device) if adds_up else numbers[0]
+        if how != "sum":
+            if all(bool(number == numbers[0]) for number in numbers):
+                return numbers[0]
+            reason = "it is an integer or bool that differs between the replicas, and is added up"
+            remedy = "Return rows, as equal ones are not added up; use squeeze(-1), not squeeze()"
+            self.call.warn(path, reason, remedy)
+        return total(numbers, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
         """Return the dimension along which tensors are concatenated."""

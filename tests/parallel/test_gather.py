@@ -81,15 +81,6 @@ def test_scalars(scalar_outputs, chunk_sizes, numbers, expected):
     assert (joined.tolist(), type(joined.tolist())) == (expected, type(expected))
 
 
-def test_counts_that_have_differed_are_added_up_in_later_calls():
-    """Where all devices had as many right answers, the number was that of one of them."""
-    model = split(lambda _, x: x.sum(), num_devices=2)  # chunks of 1 and 3
-    assert model(torch.tensor([1, 1, 0, 0])) == 1  # it may be a constant
-    with pytest.warns(BalanceWarning, match="is added up"):
-        assert model(torch.tensor([1, 1, 1, 0])) == 3
-    assert model(torch.tensor([1, 1, 0, 0])) == 2
-
-
 @pytest.mark.parametrize(
     ("shapes", "sizes", "dim", "expected"),
     [

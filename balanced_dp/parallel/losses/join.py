@@ -139,16 +139,6 @@ class Call:
         """Return whether an output was joined as a number in an earlier call."""
         return (self._code, name) in self.history.seen
 
-    def are_counts(self, numbers: Tensors, name: str) -> bool:
-        """Return whether integers or bools add up, as counts do: once they have differed."""
-        key, seen = (self._code, name, "counts"), self.history.seen
-        if key not in seen and any(bool(number != numbers[0]) for number in numbers):
-            seen.add(key)
-            reason = "it is an integer or bool that differs between the replicas, and is added up"
-            remedy = "Return rows, as equal ones were not added up; use squeeze(-1), not squeeze()"
-            self.warn(name, reason, remedy)
-        return key in seen
-
     def _plan(self, outputs: Tensors, key: Any) -> tuple[Weights, Sequence[Term]]:
         """Return the weights of an output, and the cross entropies that have weights of their own.
 
