@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 from balanced_dp.free_threading import is_free_threaded_build
@@ -75,6 +76,22 @@ def test_gradients_hold_their_bytes_alone(gpu0_bsz, num_devices, stand_in):
     for layer in module:
         layer.weight.grad = None
     assert torch.accelerator.memory_allocated(devices[0]) - before <= 0.02 * own
+
+
+def test_a_checkpoint_keeps_the_weights_of_a_module(stand_in):
+    """A replica was recycled before the checkpoint computed again from its dictionary."""
+
+    def forward(self, x):
+        own = self.inner._parameters
+        return checkpoint(
+            lambda x: functional.linear(x, own["weight"], own["bias"]), x, use_reentrant=False
+        )
+
+    module = Lambda(forward, inner=nn.Linear(WIDTH, CLASSES)).to(stand_in.devices[0])
+    model = BalancedDataParallel(1, module, stand_in.devices)
+    x = torch.randn(BATCH, WIDTH)
+    model(x.clone().requires_grad_()).sum().backward()
+    torch.testing.assert_close(module.inner.weight.grad.cpu(), x.sum(0).expand(CLASSES, -1))
 
 
 def test_older_autograd_waits_for_the_default_stream_alone(stand_in, monkeypatch):
