@@ -16,7 +16,13 @@ from .errors import SymbolicValueError as SymbolicValueError
 from .memory import MemoryLogger as MemoryLogger
 from .memory import MemoryProbe as MemoryProbe
 from .memory import memory_breakdown as memory_breakdown
-from .parallel import *  # noqa: F403  # what a package lists in __all__ is offered
+from .parallel import BalancedCriterion as BalancedCriterion
+from .parallel import BalancedDataParallel as BalancedDataParallel
+from .parallel import PerDevice as PerDevice
+from .parallel import balanced_data_parallel as balanced_data_parallel
 from .split import split_batch as split_batch
 from .split import split_by_weights as split_by_weights
-from .tuning import *  # noqa: F403
+from .tuning import Option as Option
+from .tuning import Report as Report
+from .tuning import Workload as Workload
+from .tuning import tune as tune
