@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 import warnings
@@ -499,12 +500,16 @@ def test_as_many_classes_as_samples():
         assert is_exact and bool(told) is warns
 
 
-def test_functions_without_code_are_told_apart():
+@pytest.mark.parametrize("decorate", [lambda f: f, lambda f: functools.wraps(f)(lambda o: f(o))])
+@pytest.mark.parametrize(
+    ("mean", "total"), [(torch.mean, torch.sum), (lambda o: o.mean(), lambda o: o.sum())]
+)
+def test_functions_are_told_apart(mean, total, decorate):
     model = BalancedDataParallel(1, nn.Identity(), FOUR, gather=False)
     outputs = model(REAL.clone().requires_grad_())
-    torch.testing.assert_close(outputs.map(torch.mean), REAL.mean())
+    torch.testing.assert_close(outputs.map(decorate(mean)), REAL.mean())
     with torch.no_grad(), pytest.warns(BalanceWarning, match="no call with gradients"):
-        outputs.map(torch.sum)
+        outputs.map(decorate(total))
 
 
 def test_a_complex_mean():

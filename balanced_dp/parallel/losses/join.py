@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -380,7 +381,8 @@ class Call:
     @property
     def _code(self) -> Any:
         """A key of the function: its code, which is the same if the function is defined again."""
-        return getattr(self.function, "__code__", id(self.function))
+        function = inspect.unwrap(self.function)
+        return getattr(function, "__code__", id(function))
 
 
 def is_loss(value: object, num_samples: int = 0) -> TypeGuard[Tensor]:
