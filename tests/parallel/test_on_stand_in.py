@@ -280,3 +280,5 @@ def test_compiled_functions_are_compiled_once(stand_in):
     for _ in range(12):  # torch gives up after 8
         model(make_batch()[0])
     assert Arrivals.are_traced
+    model.module = torch.compile(module, backend="eager")
+    model(make_batch()[0])  # the weights of another device would be refused
