@@ -111,6 +111,8 @@ def test_the_value_can_be_read_and_set(loop, monkeypatch):
         for name in ("max_memory_allocated", "reset_peak_memory_stats", "memory_stats"):
             patch.delattr(torch.lazy, name)
         loop.follow(400, 3)
+    loop.step(400, 404)  # no search begins within an iteration, whose peaks are not known
+    assert loop.search.is_over
     model.gpu0_bsz = 40
     loop.step(400)
     assert model.chunk_sizes == model.split(400) == (40, 120, 120, 120)
@@ -195,12 +197,14 @@ def test_running_out_in_evaluation_moves_nothing():
         for number in range(3):
             if number:
                 loop.forward_backward(400)
+            assert loop.model.split(400) == (100, 100, 100, 100)
             with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
                 loop.model(torch.zeros(60_000, 64))
             assert "lower the batch size" in str(notes_of(caught.value))
             del caught
-            assert loop.model.split(400) == (100, 100, 100, 100)
             loop.optimizer.step()
+            with pytest.raises(torch.OutOfMemoryError):  # as in a metric
+                torch.zeros(2**23, device=loop.device)
 
 
 def test_running_out_in_backward():
