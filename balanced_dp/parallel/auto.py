@@ -88,8 +88,8 @@ class SplitPolicy:
 def smallest_chunk(module: nn.Module) -> int:
     """Return the fewest samples that a replica can train on.
 
-    These are two where batch norm computes its statistics from the chunk. It refuses one value per
-    channel, which may be one sample, and the statistics of one image are not those of a batch.
+    Two if a batch norm computes its statistics from the chunk, otherwise one. It refuses one value
+    per channel, and the statistics of one image are not those of a batch.
     """
     norms = (child for child in module.modules() if isinstance(child, _BatchNorm))
     return 1 + any(norm.training or norm.running_mean is None for norm in norms)

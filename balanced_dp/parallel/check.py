@@ -115,7 +115,7 @@ def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
         for output in found.values()
         if output.requires_grad
     ]
-    if sums and any(p.requires_grad for p in module.parameters()):
+    if sums:
         module.zero_grad()
         torch.stack(sums).sum().backward()  # in full, as reentrant checkpoints need it
         gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}

@@ -53,7 +53,7 @@ class BalancedCriterion(nn.Module):
         ScatterError, GatherError: on a call, a target cannot be split or the losses not joined.
 
     Warns:
-        BalanceWarning: once for each output that need not have the value of the whole batch.
+        BalanceWarning: once for each output that may differ from that of the whole batch.
 
     Examples:
         >>> from balanced_dp import BalancedDataParallel
@@ -85,15 +85,14 @@ class BalancedCriterion(nn.Module):
         """Return the loss of the whole batch."""
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
-        dim, sizes, history = outputs.dim, outputs.chunk_sizes or (), self._history
+        dim, sizes, devices = outputs.dim, outputs.chunk_sizes or (), outputs.devices
         if self._function is functional.ctc_loss or isinstance(self.criterion, nn.CTCLoss):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
-        replicas = self._replicator.replicate(self.criterion, outputs.devices)
-        options = dim, self.broadcast, self.split, history.warned
+        replicas = self._replicator.replicate(self.criterion, devices)
+        options = dim, self.broadcast, self.split, self._history.warned
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
-        weight, devices = self.loss_weight, outputs.devices
-        call = Call(history, self._function, devices, sizes, dim, loss_weight=weight)
+        call = Call(self._history, self._function, devices, sizes, dim, "auto", self.loss_weight)
         with self._replicator.running(self.criterion, replicas):
             return outputs._run(replicas, inputs, call)
 
@@ -127,7 +126,7 @@ class _Function(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its options."""
-        return self.function(*args, **{**self._options, **dict(self.named_buffers()), **kwargs})
+        return self.function(*args, **{**self._options, **self._buffers, **kwargs})
 
 
 def _ctc_targets(

@@ -92,8 +92,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value of the whole batch,
             if they are linear in means and sums over samples; anything else is averaged as with
             ``"mean"``, with a warning. ``"mean"``: to their mean, weighted by chunk size.
-            ``"sum"``: to their sum. ``"stack"``: to a vector, as ``nn.DataParallel`` does. Integer
-            and bool tensors that differ add up, with a warning.
+            ``"sum"``: to their sum. ``"stack"``: to a vector, as in ``nn.DataParallel``. The first
+            two add up integers and bools that differ, with a warning.
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
             means that torch does not compute, such as those of a custom kernel. Its parameters
             name the arguments of ``forward`` that it gets: ``lambda mask: mask.sum()``. A weight is

@@ -29,8 +29,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """The attributes in which a module stores what is registered; each replica has its own."""
 
 _CARRIERS = (types.MethodType, functools.partial)
-"""Attributes that may hold modules, and must hold their copies in a replica: hooks and ``forward``.
-"""
+"""Types of hooks and of ``forward`` that may hold modules; those of a replica hold the copies."""
 
 _Member = tuple[int, str, str, Any]
 """The index of a module, a kind of members, the name of one, and the member."""
@@ -141,6 +140,7 @@ class Replica:
             self.attributes[index][kind][name] = None
         self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
         """For each tensor, the dictionary of its module, its name there, and its position."""
+        self._hooks = _registered(HOOKS, self.attributes)
         if blueprint.bound:
             self._bind()
         for index in blueprint.compiled:
@@ -149,7 +149,6 @@ class Replica:
         self._filled = list(filter(None, self._resettable))
         self._made_with = list(map(dict, self._filled))
         """The attributes and members between calls: children, and no tensors."""
-        self._hooks = _registered(HOOKS, self.attributes)
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._arriving: list[dict[str, Any]] = []
         self._fingerprint = self._take_fingerprint()
@@ -158,12 +157,12 @@ class Replica:
         """Bind methods and hooks to the copies.
 
         A method in the dictionary of its module makes a cycle, and the memory of the replica would
-        wait for the garbage collector. So its place is taken in the end by one that is bound when
-        it is called, for those who keep the module.
+        wait for the garbage collector. So ``__del__`` replaces it by one that is bound when it is
+        called, for those who keep the module.
         """
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
         copies = weakref.WeakValueDictionary(pairs)
-        dictionaries = [*self.attributes, *_registered(HOOKS, self.attributes)]
+        dictionaries = [*self.attributes, *self._hooks]
         for index, key, value in self._blueprint.bound:
             own = dictionaries[index]
             own[key] = strong = _bind(value, copies)
@@ -251,9 +250,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 
 _OF_REPLICAS = nn.Module()
-"""Marked as a replica, and without parameters, as those of ``nn.DataParallel``: ``zero_grad`` only
-warns.
-"""
+"""A replica without parameters, as those of ``nn.DataParallel``: its ``zero_grad`` only warns."""
 _OF_REPLICAS.__dict__["_is_replica"] = True
 
 

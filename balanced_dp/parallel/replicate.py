@@ -100,7 +100,7 @@ class Replicator:
 
     @contextlib.contextmanager
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
-        """Context manager that keeps the writes of replicas to parameters and buffers.
+        """Context manager that copies the first replica's writes to tensors to the module.
 
         At its end, the replicas are recycled. It does nothing for replicas of another class.
 
@@ -280,8 +280,8 @@ class Replicas(list[ModuleT]):
 def _lost(kind: type, before: _State, after: _State) -> list[str]:
     """Return the names of attributes that forward has set, except for caches.
 
-    These are new tensors without a graph and with dimensions. A number that is set along with such
-    a tensor is its length or the like.
+    A cache is a new tensor with dimensions and without a graph. A number that is set along with one
+    is its length or the like.
 
     Args:
         kind: the class of the module.

@@ -90,7 +90,7 @@ class Inputs:
             return self._size(value, path)
         if isinstance(value, Scattered):
             return None if value.chunk_sizes is None else sum(value.chunk_sizes)
-        return None if value is None else len(value)
+        return self._entries(value, path) if path else None
 
     def scatter(
         self, devices: Sequence[torch.device], chunk_sizes: Sequence[int]
@@ -98,8 +98,8 @@ class Inputs:
         """Return the arguments for each device. Differentiable.
 
         A tensor is copied from its device directly to each destination. A chunk that stays on its
-        device is a copy, too, unless the tensor is expanded and takes less memory than its chunks;
-        then it is a view.
+        device is a copy, too, unless it is the whole tensor, or a view of an expanded one that
+        takes less memory than its chunks.
 
         Args:
             devices: the destinations.
@@ -125,7 +125,8 @@ class Inputs:
             is_tensor = isinstance(value, torch.Tensor)
             if is_tensor and (value.dim() == 0 or _is_below(path, self.broadcast)):
                 continue
-            if is_tensor or isinstance(value, Scattered) or path in self.split:
+            in_split = path in self.split and value is not None
+            if is_tensor or isinstance(value, Scattered) or in_split:
                 yield path, value
             else:
                 yield from self._all_to_split(nested.checked_items(value, path, ScatterError) or ())
@@ -151,18 +152,16 @@ class Inputs:
                 call += f" on {', '.join(map(str, devices))}"
                 raise _error(path, f"is {value!r}, but this call {call}; call gather() first")
             return list(value)
-        length = _length(value)
-
-        if sizes and path in self.split:
-            if length != sum(sizes):
-                fact = f"is in split, but it is a {type(value).__name__} of length {length}"
+        if sizes and path in self.split and value is not None:
+            if (length := self._entries(value, path)) != sum(sizes):
+                fact = f"is in split, but has {length} entries"
                 raise _error(path, f"{fact}, and the batch has {sum(sizes)} samples")
             bounds = zip(devices, pairwise(accumulate(sizes, initial=0)), strict=True)
             return [self._parts(value[i:j], path, ([device], ()))[0] for device, (i, j) in bounds]
-        if 1 < sum(sizes) == length:
+        if 1 < sum(sizes) == _length(value):
             held = [leaf for _, leaf in nested.leaves(value) if leaf is not None]
             if held and not any(isinstance(leaf, torch.Tensor) for leaf in held):
-                fact = f"as long as the batch, {length}, but is passed whole to each device"
+                fact = f"as long as the batch, {sum(sizes)}, but is passed whole to each device"
                 self._warn(path, value, fact, f"split=({path!r},) splits it")
         children = nested.checked_items(value, path, ScatterError)
         if children is None:
@@ -172,6 +171,13 @@ class Inputs:
         if len(rows) == 1 and all(map(operator.is_, rows[0], (child for _, child in children))):
             return [value]  # what forward writes to it is not lost
         return [nested.rebuild(value, row) for row in rows]
+
+    def _entries(self, value: Any, path: str) -> int:
+        """Return the number of entries of a value in ``split``."""
+        if (length := _length(value)) is None:
+            fact = f"is in split, but {type(value).__name__} is no list, tuple or array"
+            raise _error(path, fact)
+        return length
 
     def _chunks(self, tensor: torch.Tensor, path: str, split: Split) -> Sequence[torch.Tensor]:
         """Return the chunk of a tensor for each device, not yet moved."""

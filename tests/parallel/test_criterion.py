@@ -114,6 +114,7 @@ def make_cases():
         found["linear_cross_entropy"] = (criterion, linear(WIDTH), [ignored])
     return found | {
         "partial": (function, logits, [classes(ignored=3)]),
+        "module in a partial": (partial(ce(**weight)), logits, [ignored]),
         "loss_weight": (masked_mean, linear(4), [numbers(4), mask], {}, weighs),
         "several": (several, both, [{"a": numbers(4)}], {"extra": numbers(2)}),
         "keyword": (ce(), logits, [], {"target": ignored}),

@@ -148,6 +148,22 @@ def test_check_leaves_everything_as_it_was():
     torch.testing.assert_close(x, X)
 
 
+def test_check_compares_outputs_of_all_kinds():
+    """Those without a gradient or entries, 0 and NaN equal themselves; what is drawn does not."""
+
+    def outputs(n: Net, x: Tensor, o: Tensor, noise: float) -> Any:
+        alone = {"nan": o.detach().log(), "none": o[:, :0], "int": o.argmax(1), "text": ""}
+        alone |= {"whole": o} if noise and len(x) == len(X) else {}
+        return {"rows": o + noise * torch.rand_like(o), "zero": 0 * o, **alone}
+
+    model, _ = make(outputs, gather=False)
+    result = model.check(X, noise=0.0)
+    assert (result.num_compared, result.differences) == (5, ())
+    found = model.check(X, noise=1.0).differences
+    assert found[0][0] == "output whole" and "computed from each other" in found[0].cause
+    assert found[-1][0] == "output rows" and "random, in evaluation mode too" in found[-1].cause
+
+
 @since_torch("2.6")
 def test_jagged_tensors_in_forward():
     def loss(n: Net, x: Tensor, o: Tensor) -> Any:

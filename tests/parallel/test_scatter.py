@@ -171,8 +171,12 @@ def test_sequences_are_cut_where_that_is_asked_for():
     value = {"x": torch.zeros(3, 2), "on": [{"boxes": boxes}]}
     _, second = cut(value, 1, 2, split=("x.on.0.boxes",))
     assert [len(box) for box in second["on"][0]["boxes"]] == [2, 3]
-    with pytest.raises(ScatterError, match=r"x.1 is in split, but it is a list of length 3"):
-        cut([torch.zeros(4), ["a", "b", "c"]], 2, 2, split=("x.1",))
+    assert cut([torch.zeros(4), None], 2, 2, split=("x.1",))[1][1] is None
+    for wrong, fact in ((["a", "b", "c"], "has 3 entries"), (5, "int is no list"), ("abcd", "str")):
+        with pytest.raises(ScatterError, match=f"x.1 is in split, but {fact}"):
+            cut([torch.zeros(4), wrong], 2, 2, split=("x.1",))
+    with pytest.raises(ScatterError, match="input is in split, but generator is no list"):
+        BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2, split="input")(x for x in "ab")
 
 
 NORMAL = torch.distributions.Normal(torch.zeros(3), torch.ones(3))
