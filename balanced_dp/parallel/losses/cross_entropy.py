@@ -140,7 +140,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
                 loss.grad_fn.register_hook(functools.partial(zero_if_empty, is_empty))
         value = loss.clone()  # the loss may be written to
-        pairs = target if tuple(input.shape) == 2 * tuple(target.shape) else None
+        pairs = target if input.shape == 2 * target.shape else None
         version = 0 if loss.is_inference() else loss._version
         num = target.numel()
         found.append(Counted(kind, count, num, weight, pairs, value, loss.grad_fn, result, version))
