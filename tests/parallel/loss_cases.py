@@ -410,7 +410,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         1 - 2 * (o[:, 0].sigmoid() * mask).sum() / (o[:, 0].sigmoid().sum() + mask.sum())
     ),
     "perplexity": lambda n, x, o, y: F.cross_entropy(o, y).exp(),
-    "mean times a statistic": lambda n, x, o: rows(o).mean() * x.abs().mean(),
     "product": lambda n, x, o, real: F.mse_loss(o, real) * o.abs().mean(),
     "statistics": lambda n, x, o: o.mean(0).square().sum(),
     "sum and mean": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum") + o.mean(),

@@ -251,6 +251,7 @@ def test_a_resumed_run_runs_out_no_more(tmp_path):
         assert loop.model.gpu0_bsz == loop.model.split(3000)[0] == found
         values, num_failures = loop.follow(3000)
         assert (values[0], num_failures) == (found, 0)
+        state._metadata[""]["auto_split"]["gpu0_bsz"] += 1
         loop.model.load_state_dict(state)  # now training has begun
         assert loop.model.gpu0_bsz == values[-1]
     stock = nn.DataParallel(TALL.model()).cpu()
