@@ -239,6 +239,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     # Sums.
     "sum of sums": lambda n, x, o, real: sum([o.square().sum(), (o - real).abs().sum()]),
     "minus a sum": lambda n, x, o: -1 * o.square().sum() + torch.zeros(1).to(o).squeeze(),
+    "sum of sums by length": lambda n, x, o: sum([o.square().sum(), o.abs().sum()]) / len(x),
     "selected sum": lambda n, x, o, y: rows(o)[y > 1].sum(),
     "sum": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum"),
     "variational": lambda n, x, o, part: (
