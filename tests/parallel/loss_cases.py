@@ -391,7 +391,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     ),
     "sum by another number": lambda n, x, o, num_items: o.square().sum() / (num_items / 2),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
-    "masked mean times length": lambda n, x, o, mask: masked_mean(rows(o), mask) * len(x),
     "dot product": lambda n, x, o, weight: weight @ rows(o) / weight.sum(),
     "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
     "mean by a buffer": lambda n, x, o, real: F.mse_loss(o, real) / n.temperature,
