@@ -294,7 +294,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "mask of labels": lambda n, x, o, y: (rows(o) * (y != 2)).sum() / (y != 2).sum(),
     "selected": lambda n, x, o, real, holes: F.mse_loss(o[holes > 0], real[holes > 0]),
     "rows of selected": lambda n, x, o, real, holes: (
-        (o[holes > 0] - real[holes > 0]).square().sum(1).mean() + rows(o)[holes > 0].mean()
+        (o[holes > 0] - real[holes > 0]).square().sum(1).mean() + o[holes > 0].square().mean()
     ),
     "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
         summed(o, ignored_chunk) / (ignored_chunk != -100).sum()
