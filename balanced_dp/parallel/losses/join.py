@@ -245,8 +245,6 @@ class Call:
             UnclearError: it is divided by something else.
         """
         sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
-        if not (term.numbers or term.scales or term.divisors):
-            return None
         if term.scales and max(sizes) == 1:
             raise UnclearError("one sample does not show whether its number divides it")
         if not term.divisors:  # Python's numbers are looked at in each call
