@@ -98,9 +98,10 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 
 def _copied(*values: Any) -> Any:
-    """Return values with copies of their tensors, which forward may write to."""
+    """Return values with copies of their tensors, apart from their graphs and gradients."""
     tensors = (pair for pair in nested.leaves(values) if isinstance(pair[1], Tensor))
-    return nested.replaced(values, {path: tensor.clone() for path, tensor in tensors})
+    copies = {path: t.detach().requires_grad_(t.requires_grad).clone() for path, t in tensors}
+    return nested.replaced(values, copies)
 
 
 def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:

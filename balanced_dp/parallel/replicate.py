@@ -100,7 +100,7 @@ class Replicator:
 
     @contextlib.contextmanager
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
-        """Context manager that copies the first replica's writes to tensors to the module.
+        """Context manager that copies what the first replica writes back to the module.
 
         At its end, the replicas are recycled. It does nothing for replicas of another class.
 

@@ -123,10 +123,10 @@ class Inputs:
     def _all_to_split(self, inputs: Named) -> Iterator[tuple[str, Any]]:
         for path, value in inputs:
             is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and (value.dim() == 0 or _is_below(path, self.broadcast)):
+            is_whole = is_tensor and (value.dim() == 0 or _is_below(path, self.broadcast))
+            if is_whole or value is None:
                 continue
-            in_split = path in self.split and value is not None
-            if is_tensor or isinstance(value, Scattered) or in_split:
+            if is_tensor or isinstance(value, Scattered) or path in self.split:
                 yield path, value
             else:
                 yield from self._all_to_split(nested.checked_items(value, path, ScatterError) or ())

@@ -156,9 +156,9 @@ def test_check_compares_outputs_of_all_kinds():
         alone |= {"whole": o} if noise and len(x) == len(X) else {}
         return {"rows": o + noise * torch.rand_like(o), "zero": 0 * o, **alone}
 
-    model, _ = make(outputs, gather=False)
-    result = model.check(X, noise=0.0)
-    assert (result.num_compared, result.differences) == (5, ())
+    x, (model, _) = X.clone().requires_grad_(), make(outputs, gather=False)
+    result = model.check(x, noise=0.0)
+    assert (result.num_compared, result.differences, x.grad) == (5, (), None)
     found = model.check(X, noise=1.0).differences
     assert found[0][0] == "output whole" and "computed from each other" in found[0].cause
     assert found[-1][0] == "output rows" and "random, in evaluation mode too" in found[-1].cause
