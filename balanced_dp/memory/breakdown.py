@@ -65,8 +65,7 @@ def _uses(
     seen: set[int] = set()
     uses = {use: _num_bytes(of_use, device, seen) for use, of_use in tensors.items()}
     peak_bytes = module.max_memory_allocated(device)
-    sizes = getattr(model, "chunk_sizes", None)
-    if sizes and any(sizes[i] for i, used in enumerate(model.devices) if used == device):
+    if getattr(model, "chunk_sizes", None):  # a batch was split
         copied = {
             use: uses[use] + _num_bytes(t for t in tensors[use] if t.device != device)
             for use in ("parameter", "buffer")

@@ -15,7 +15,7 @@ class Sampler(threading.Thread):
 
     Other threads may hold Python's lock for longer than 10 ms. Beside four threads of pure Python,
     a sample came every 36 ms. That misses little, because the allocator keeps the memory that it
-    has reserved. The first and the last sample are always taken.
+    has reserved. The last sample is always taken.
 
     Attributes:
         peaks: the largest sample of each board in bytes, a lower bound of its peak; None if a query
@@ -31,7 +31,6 @@ class Sampler(threading.Thread):
 
     def run(self) -> None:
         """Sample the boards until ``stop`` is called, and once more."""
-        self._sample()
         while not self._stop_requested.wait(SAMPLING_INTERVAL_S):
             self._sample()
         self._sample()

@@ -40,6 +40,8 @@ def test_the_breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic, monkeypatch):
         exact = memory_breakdown(model, optimizer)
         monkeypatch.delattr(torch.lazy, "memory_breakdown")
         found = memory_breakdown(model, optimizer)
+        torch.lazy.reset_peak_memory_stats(devices[1])
+        after = memory_breakdown(model, optimizer)["lazy:1"]
         del layers, head, module, model, optimizer, output, target
     assert exact == {f"lazy:{i}": uses for i, uses in enumerate(labels)}
     assert usage.valid and usage.reason is None
@@ -50,9 +52,13 @@ def test_the_breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic, monkeypatch):
         assert set(uses) == {*KEPT, "rest"} and min(uses.values()) >= 0
         assert uses["optimizer state"] == labelled["optimizer state"]
         assert uses["parameter"] >= labelled["parameter"] > 0
+        assert uses["buffer"] == labels[0]["buffer"] > 0
+    assert after["parameter"] == 0 <= after["rest"]  # replicas are gone
+    assert found["lazy:0"]["parameter"] == labels[0]["parameter"]
     assert found["lazy:0"]["gradient"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_state_of_any_shape_is_counted_once(unlabelled):
     module = nn.Linear(10, 10).to(unlabelled)
     optimizer = torch.optim.SGD(module.parameters())
@@ -60,7 +66,7 @@ def test_state_of_any_shape_is_counted_once(unlabelled):
     optimizer.state[module.weight] = {
         "nested": {"history": [torch.ones(1000, device=unlabelled)]},
         "views": [storage[:500], storage[500:], storage],
-        "not counted": [module.weight, torch.ones(1000), 3, None, "text"],
+        "not counted": [module.weight, torch.ones(1000), 3, None, torch.eye(3).to_sparse_csr()],
     }
     [uses] = memory_breakdown(module, optimizer).values()
     assert uses["optimizer state"] == 4096 + 4096

@@ -79,7 +79,9 @@ def test_boards_of_cuda_devices(cuda, units):
 
 def test_a_device_that_nvml_does_not_list(cuda):
     side = cuda(H100)
-    side.properties[0].uuid, side.properties[0].pci_bus_id = "of nothing", 0xFF
+    side.properties[0].uuid = "of nothing"
+    assert columns("used_bytes", devices=side.devices) == [USED[H100]]  # by its bus
+    side.properties[0].pci_bus_id = 0xFF
     [row] = MemoryProbe(side.devices).snapshot()
     assert (row.label, row.allocated_bytes, row.used_bytes) == ("cuda:0", 0, None)
     assert "NVML lists no device with the UUID of nothing" in row.error
@@ -117,8 +119,9 @@ def raise_and_lower(driver):
 
 def lose_a_board(driver):
     raise_and_lower(driver)
-    driver.memory_error[H100] = nvml.LOST
-    use(driver, 3)
+    for error in (nvml.LOST, 0):
+        driver.memory_error[H100] = error
+        use(driver, 3)
 
 
 @pytest.mark.parametrize(
