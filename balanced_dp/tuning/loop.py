@@ -70,7 +70,7 @@ class Loop(AutoSplit):
         self.budgets = budgets
         self.num_steps = num_steps
         self.last: Option | None = None
-        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._model: Callable[[], BalancedDataParallel[Any] | None] = lambda: None
         self.num_parameters = 0
         self.precision: str | None = None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
@@ -105,14 +105,10 @@ class Loop(AutoSplit):
         return [option for _, option in self.search.highest.values()]
 
     @property
-    def model(self) -> nn.Module | None:
-        """The script's model that is split, or its ``nn.DataParallel``, while it exists."""
-        return self._model()
-
-    @property
-    def is_splitting(self) -> bool:
-        """Whether a model of the script is split by this object."""
-        return isinstance(self.model, BalancedDataParallel) and self.model._policy is self
+    def model(self) -> BalancedDataParallel[Any] | None:
+        """The last model of the script whose batches this object splits, while it exists."""
+        model = self._model()
+        return model if model is not None and model._policy is self else None
 
     @property
     def is_over(self) -> bool:
@@ -165,8 +161,6 @@ class Loop(AutoSplit):
             self.begin()
             if torch.is_autocast_enabled(self.devices[0].type):
                 self.precision = str(torch.get_autocast_dtype(self.devices[0].type))
-        if isinstance(module, nn.DataParallel) and not self.is_splitting:
-            self._model = weakref.ref(module)
 
     def begin(self) -> None:
         """Begin an iteration unless one is under way."""
@@ -196,7 +190,7 @@ class Loop(AutoSplit):
             is_settled, self._stepped = False, self._stepped | self._needed
             self._begin_search()
         self.num_iterations += 1
-        if is_settled and self.is_splitting:
+        if is_settled and self.model is not None:
             peaks, accumulates = measured.peak_bytes, self._batch[1]
             self.search.tell(measured.chunk_sizes, peaks, accumulates, measured)
             kind, peak = (measured.chunk_sizes, accumulates), max(peaks)
@@ -245,14 +239,12 @@ class Loop(AutoSplit):
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
         seconds = time.perf_counter() - self._started
+        model = self.model
         # The attributes that memory_breakdown reads, if the script wraps no model.
-        counted: Any = SimpleNamespace(
+        counted: Any = model or SimpleNamespace(
             devices=self.devices, parameters=self._parameters, buffers=tuple
         )
-        chunk_sizes = (0,) * len(self.devices)
-        if self.is_splitting:
-            counted, chunk_sizes = self.model, self.split(self._batch[0])
-        model = self.model if isinstance(self.model, BalancedDataParallel) else None
+        chunk_sizes = self.split(self._batch[0]) if model else (0,) * len(self.devices)
         return Option(
             gather=model is None or model.gathers_outputs,
             spread=model is not None and model.spread,
