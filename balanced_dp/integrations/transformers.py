@@ -80,8 +80,8 @@ class BalancedTrainer(Trainer):
     which takes the arguments of both.
 
     ``Trainer`` sees a single device: ``trainer.args`` has ``n_gpu`` 1 and the batch size of all
-    devices. With one device, in a distributed launch, and with a model that is quantized or spread
-    over several devices (``device_map``), the class behaves as ``Trainer``.
+    devices. With one device, in a distributed launch, and with a model that is compiled, quantized
+    or spread over several devices (``device_map``), the class behaves as ``Trainer``.
 
     Args:
         *args: arguments of ``Trainer``.
@@ -160,15 +160,15 @@ class BalancedTrainer(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _gathering(self, loss_only: bool, methods: set[str]) -> AbstractContextManager[object]:
-        """Gather only the loss, unless a subclass, label smoothing or a loss function needs more.
+        """Gather only the loss, unless a subclass or a loss function needs more.
 
         Args:
             loss_only: whether the caller needs only the loss.
             methods: the methods of ``Trainer`` that see the outputs.
         """
         owners = [cls for cls in type(self).__mro__ if methods & set(vars(cls))]
-        is_plain = owners == [BalancedTrainer, Trainer] and not self.label_smoother
-        if self.parallel_model and loss_only and is_plain and self.compute_loss_func is None:
+        is_plain = owners == [BalancedTrainer, Trainer] and self.compute_loss_func is None
+        if self.parallel_model and loss_only and is_plain:
             return mock.patch.object(self.parallel_model, "gathers_loss_only", True)
         return nullcontext()
 

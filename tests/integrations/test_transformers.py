@@ -326,13 +326,16 @@ def test_the_arguments_of_the_caller_are_unchanged(tmp_path):
     assert sizes == [(1, 32, 32), (0, 8, 8)]
 
 
-@pytest.mark.parametrize("reason", ["no device", "one device", "quantized", "launch"])
+@pytest.mark.parametrize("reason", ["no device", "one device", "quantized", "compiled", "launch"])
 def test_models_that_are_not_wrapped(reason, tmp_path, monkeypatch):
-    device_ids = {"one device": ["cpu"], "quantized": FOUR}.get(reason)
+    device_ids = {"one device": ["cpu"], "quantized": FOUR, "compiled": FOUR}.get(reason)
     if reason == "launch":
         monkeypatch.setattr(TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
-    trainer = make_trainer(tmp_path, batch_size=16, device_ids=device_ids)
+    arguments = {"remove_unused_columns": False}
+    trainer = make_trainer(tmp_path, batch_size=16, device_ids=device_ids, arguments=arguments)
     trainer.model.is_loaded_in_8bit = reason == "quantized"
+    if reason == "compiled":  # its loss would be averaged
+        trainer.model = torch.compile(trainer.model, backend="eager")
     assert trainer.evaluate()["eval_loss"] > 0
     assert trainer.parallel_model is None
 
