@@ -47,15 +47,12 @@ def test_the_breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic, monkeypatch):
     assert usage.valid and usage.reason is None
     for uses, labelled, device in zip(found.values(), labels, usage.devices, strict=True):
         assert sum(uses.values()) == sum(labelled.values()) == device.peak_allocated_bytes
-        assert device.peak_reserved_bytes == device.peak_allocated_bytes
-        assert (device.total_bytes, device.peak_used_bytes) == (2**30, None)
         assert set(uses) == {*KEPT, "rest"} and min(uses.values()) >= 0
         assert uses["optimizer state"] == labelled["optimizer state"]
         assert uses["parameter"] >= labelled["parameter"] > 0
         assert uses["buffer"] == labels[0]["buffer"] > 0
     assert after["parameter"] == 0 <= after["rest"]  # replicas are gone
     assert found["lazy:0"]["parameter"] == labels[0]["parameter"]
-    assert found["lazy:0"]["gradient"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

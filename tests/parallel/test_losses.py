@@ -624,12 +624,6 @@ def test_a_row_that_was_squeezed_is_told_from_a_loss(has_gradients):
         model(X[:4])
 
 
-def test_a_value_without_a_graph_is_averaged_and_warned_of():
-    model, bare = make(lambda n, x, o, y: (o.argmax(1) == y).double().mean())
-    with torch.no_grad(), pytest.warns(BalanceWarning, match="no call with gradients"):
-        torch.testing.assert_close(model(X, y=Y), bare(X, y=Y))
-
-
 def test_a_model_can_be_pickled_after_a_call():
     criterion = BalancedCriterion(nn.CrossEntropyLoss())
     model = BalancedDataParallel(1, nn.Linear(6, 5).double(), ["cpu"] * 2, gather=False)
