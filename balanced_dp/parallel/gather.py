@@ -31,7 +31,8 @@ class Gather:
       with a warning.
     - A list or tuple that is as long as the chunk on every replica has an entry for each sample;
       lists are concatenated. In chunks of one size this is ambiguous: if it holds a tensor with a
-      batch dimension, or only 0-dim ones, it is joined item by item, lists with a warning.
+      batch dimension, or only 0-dim ones, it is joined item by item, lists with a warning. So is a
+      tuple with the chunk size in each shape, or with tensors of unlike ranks.
     - Other containers are joined item by item. A key-value cache of transformers becomes None.
       Anything else must be equal on every replica and is returned as it is.
 
@@ -86,8 +87,12 @@ class Gather:
         dim = self.call.dim
         # One entry is a number, as for outputs that are in no list.
         lengths = [{n for t in own if t.numel() > 1 for n in t.shape[dim:][:1]} for own in columns]
-        # A tuple of lists of tensors, such as (features, ids), holds outputs, as for torch.
-        if isinstance(lists[0], tuple) and lengths and all(isinstance(o, list) for o in lists[0]):
+        shapes = [o.shape for o in lists[0] if isinstance(o, Tensor)]
+        # A tuple of lists of tensors, such as (features, ids), holds outputs, as for torch, and so
+        # does one of a loss and rows, or of states of an RNN, with samples in another dimension.
+        are_outputs = all(isinstance(o, list) for o in lists[0]) or len({*map(len, shapes)}) > 1
+        are_outputs |= bool(shapes) and all(sizes[0] in shape for shape in shapes)
+        if isinstance(lists[0], tuple) and lengths and are_outputs:
             return False
         are_items = {sizes[0]} in lengths or (bool(lengths) and not any(lengths))
         # A list of one item is one output, but a list of one dictionary may be one detection.

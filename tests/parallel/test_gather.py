@@ -211,10 +211,15 @@ def test_equal_lists_are_warned_of():
 @pytest.mark.filterwarnings("ignore:.*rows for chunks")
 @pytest.mark.parametrize(
     ("item", "num"),
-    [(lambda x: [x], 2), (lambda x: x.mean().view(1), 2), (lambda x: {"a": x}, 8), (str, 8)],
+    [
+        *((lambda x: [x], 2), (lambda x: x.mean().view(1), 2), (lambda x: {"a": x}, 8), (str, 8)),
+        (lambda x: x[:6].view(3, 2, -1).repeat(1, 1, 3), 2),  # states of an RNN with three layers
+        (lambda x: x if len(x.T) > 2 else x.mean(), 2),  # a loss and rows
+    ],
 )
 def test_a_tuple_of_lists_holds_outputs(item, num):
-    """CUT's two lists were one for each sample of a chunk of two, and so were losses of one entry.
+    """In chunks of two, each was an entry of a sample: CUT's two lists, losses of one entry, states
+    of an RNN, the loss and the flat rows of UER-py's taggers.
 
     Other tuples are for samples.
     """
