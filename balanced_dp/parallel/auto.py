@@ -68,8 +68,9 @@ class SplitPolicy:
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         if self._is_first and not self.device_weights and 0 < even <= (self.gpu0_bsz or 0):
-            fact = f"the split of this first batch of {batch_size} is the even one, {chunk_sizes}"
-            warn(f"gpu0_bsz={self.gpu0_bsz} has no effect: {fact}; choose gpu0_bsz below {even}")
+            fact = f"has no effect on this first batch of {batch_size}, split evenly: {chunk_sizes}"
+            remedy = f"if other batches are no larger, choose gpu0_bsz below {even}"
+            warn(f"gpu0_bsz={self.gpu0_bsz} {fact}; {remedy}")
         self._is_first &= not batch_size
         return chunk_sizes
 

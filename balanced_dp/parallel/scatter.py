@@ -225,7 +225,7 @@ class Inputs:
                 f"if each entry of {' and '.join(lists)} is a sample, split={lists!r} splits them, "
                 "or stack or pad the tensors to one"
             )
-        elif batch in tensor.shape:
+        elif batch in tensor.shape and size % (batch or 1):
             remedy = "its samples are along another dimension, so transpose it"
         else:
             remedy = (

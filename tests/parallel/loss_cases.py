@@ -313,6 +313,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     ),
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
+    "entries by their number": lambda n, x, o: (o.square() / o.numel()).sum(),
+    "rows by their mask": lambda n, x, o, mask: (rows(o) * mask / mask.sum()).sum(),
+    "rows by an empty mask": lambda n, x, o, holes: (rows(o) * holes / holes.sum()).sum(),
     # Not linear in means and sums.
     "mean in a checkpoint": lambda n, x, o, real: checkpoint(
         lambda o: 2 * F.mse_loss(o, real), o, use_reentrant=False, preserve_rng_state=False
@@ -458,7 +461,6 @@ UNSEEN: dict[str, Callable[..., Any]] = {
     "trimmed, by sample": lambda n, x, o, growing: (
         n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean((1, 2)).mean()
     ),
-    "rows by their number": lambda n, x, o: (rows(o) / len(o)).sum(),
     "rare classes": lambda n, x, o, y: masked_mean(rows(o), rarity(y)),
     "a learned number less a statistic": lambda n, x, o: (
         rows(o).mean() + (n.scale.exp() - x.std()).square()

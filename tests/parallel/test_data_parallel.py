@@ -214,7 +214,7 @@ def test_a_gpu0_bsz_without_effect_warns_once(gpu0_bsz, hooked):
     if hooked:
         parallel.register_forward_hook(lambda *args: None)
     fresh = copy.deepcopy(parallel)
-    message = rf"gpu0_bsz={gpu0_bsz} has no effect: .* of 100 is the even .*\(25, .* below 25"
+    message = rf"gpu0_bsz={gpu0_bsz} has no effect on .* of 100, .*: \(25, .* below 25"
     x = torch.randn(100, 4)
     for call in (
         lambda: parallel(x),

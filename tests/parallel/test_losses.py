@@ -525,6 +525,12 @@ def test_functions_are_told_apart(decorate):
         outputs.map(decorate(torch.sum))
 
 
+def test_a_mask_and_a_small_number_divide_the_rows_of_a_sum():
+    """As in UniLM, whose loss was as many times too large as there are devices."""
+    model, bare = make(lambda n, x, o, y: (rows(o) * (y > 1) / ((y > 1).sum() + 1e-5)).sum())
+    torch.testing.assert_close(model(X, y=Y), bare(X, y=Y), rtol=2e-5, atol=0)
+
+
 def test_a_complex_mean():
     model, bare = make(lambda n, x, o: 2 * torch.complex(o, o**2).mean())
     torch.testing.assert_close(model(X), bare(X))
@@ -548,6 +554,13 @@ def test_evaluation_with_other_arguments_or_a_metric(gpu0_bsz, size, has_metric)
     given["num_items"] = num_items if has_metric else None
     is_exact, told = step(model, bare, False, given)
     assert is_exact is not has_metric and "factors or arguments may differ" in told[0]
+
+
+def test_an_argument_that_is_none_may_be_left_out():
+    model = BalancedDataParallel(1, Lambda(lambda _, x, y=None: x.square().mean()), FOUR)
+    model(REAL.clone().requires_grad_(), None)
+    with torch.no_grad():
+        torch.testing.assert_close(model(REAL), REAL.square().mean())
 
 
 def test_evaluation_with_fewer_cross_entropies_in_a_chunk():

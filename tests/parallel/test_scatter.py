@@ -149,6 +149,10 @@ def gru(_, x, h):
             "input args.1 of .* its samples are along another dimension, so transpose it",
             *({}, (X[:, None], torch.ones(8, 1, 3))),
         ),
+        (
+            *(lambda _, x, y: y.flatten(1), (torch.ones(8, 8), torch.ones(16, 8))),
+            *(r"as \(batch, 2, ...\)", {}, (torch.ones(8, 8), torch.ones(8, 2, 8))),
+        ),
         (sums, (Graph(X),), r"args.0 is a Graph whose tensors \(x\)", None, ([Graph(X)] * 8,)),
     ],
 )

@@ -75,6 +75,7 @@ class Term:
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: its node on each replica; empty for a cross entropy.
         own: its cross entropy on each replica; empty if it is another term.
+        outside: the same sum with the divisor of its entries outside; None if nothing divides them.
     """
 
     factors: Sequence[float]
@@ -86,6 +87,7 @@ class Term:
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     own: Sequence[Counted] = ()
+    outside: Term | None = None
 
 
 def terms_of(
@@ -130,10 +132,21 @@ def terms_of(
                     raise UnclearError("its entries may be weights rather than samples")
                 if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[0])):
                     raise UnclearError("the number of its entries does not follow that of samples")
-                found.append(replace(term, kind=kind, counts=counts, nodes=nodes))
+                term = replace(term, kind=kind, counts=counts, nodes=nodes)
+                found.append(replace(term, outside=_divided(term)))
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
     return found
+
+
+def _divided(term: Term) -> Term | None:
+    """Return a sum of x / d as sum(x) / d, or None if a term is no such sum."""
+    if operator_name(term.nodes[0]) != "Sum":
+        return None
+    nodes = [node.next_functions[0][0] for node in term.nodes]
+    are_divided = {node.name() for node in nodes} == {"DivBackward0"}
+    inputs = _inputs(nodes, term) if are_divided else []
+    return next((replace(own, nodes=nodes) for _, own in inputs if own.scales == term.scales), None)
 
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:

@@ -245,6 +245,10 @@ class Call:
             UnclearError: it is divided by something else.
         """
         sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
+        # In chunks of two, x / 2 is most often no mean.
+        if term.outside and (len({*sizes}) > 1 or 0.5 not in term.outside.numbers):
+            with contextlib.suppress(UnclearError):
+                return self._weights_of_sum(term.outside, (place, "outside"))
         if term.scales and max(sizes) == 1:
             raise UnclearError("one sample does not show whether its number divides it")
         if not term.divisors:  # Python's numbers are looked at in each call
@@ -263,8 +267,11 @@ class Call:
         counts = [mask.sum() for mask in masks] or counts_of(term.own) or term.counts
         if place not in known:  # such calls wait for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
-            # A count of 0 may have been replaced by 1, or by a number close to 0.
-            fits = all(math.isclose(d, n, rel_tol=1e-6) or (d <= 1 and not n) for d, n in pairs)
+            # A count may have a small number added; of 0, it may have been replaced by 1.
+            fits = all(
+                math.isclose(d, n, rel_tol=1e-6, abs_tol=2e-5) or (d <= 1 and not n)
+                for d, n in pairs
+            )
             # A count of all entries may be another number in the next call.
             entries = term.counts or [one.num_targets for one in term.own]
             if not fits or any(0 < n != num for (_, n), num in zip(pairs, entries, strict=True)):
@@ -299,8 +306,9 @@ class Call:
     def _form(self) -> Any:
         """Which arguments the call has, and how many cross entropies."""
         args, kwargs = self.arguments[0] if self.arguments else ((), {})
-        given = frozenset(name for name, value in kwargs.items() if value is not None)
-        return len(args), given, frozenset(map(len, self.counted))
+        given = [*enumerate(args), *kwargs.items()]
+        names = frozenset(name for name, value in given if value is not None)
+        return names, frozenset(map(len, self.counted))
 
     def _check_counted(self, name: str, found: Sequence[Sequence[Counted]]) -> None:
         """Warn if cross entropies are not over samples one by one. This waits in the first call."""

@@ -69,7 +69,7 @@ def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
     """Replace the gradients of sums that are 0 / 0, on replicas whose weight is 0, by 0."""
     for node, weight in zip(nodes, weights, strict=False):
         if isinstance(weight, Tensor):
-            node.register_prehook(functools.partial(zero_if_empty, weight == 0))
+            node.register_hook(functools.partial(zero_if_empty, weight == 0))
 
 
 def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
