@@ -80,7 +80,8 @@ masked =
     <rows>.masked_fill(m == 0, 0).sum() / <count> | (<matrix> * m[:, None]).sum() / (<count> * 5) |
     <matrix>[m > 0].mean() | F.mse_loss(o[m > 0], real[m > 0]) |
     F.cross_entropy(o[m > 0], y[m > 0], reduction="sum") / <count> |
-    <rows>[m.nonzero()[:, 0]].mean() | <rows>[m > 0].mean() if m.any() else o.sum() * 0
+    <rows>[m.nonzero()[:, 0]].mean() | <rows>[m > 0].mean() if m.any() else o.sum() * 0 |
+    (<rows> * m / <count>).sum()
 masked words =
     (<words> * m).sum() / <count> | (<words> * m).sum() / <count> |
     ((<words> * m).sum(1) / m.sum(1).clamp(min=1)).mean() |

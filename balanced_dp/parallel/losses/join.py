@@ -245,10 +245,13 @@ class Call:
             UnclearError: it is divided by something else.
         """
         sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
-        # In chunks of two, x / 2 is most often no mean.
-        if term.outside and (len({*sizes}) > 1 or 0.5 not in term.outside.numbers):
+        if outside := term.outside:
+            if len({*sizes}) > 1 or outside.divisors or not are_equal(outside.factors):
+                return self._weights_of_sum(outside, (place, "outside"))
+            # In chunks of one size, few numbers are counts, and the two of x / 2 is none.
             with contextlib.suppress(UnclearError):
-                return self._weights_of_sum(term.outside, (place, "outside"))
+                if 0.5 not in outside.numbers:
+                    return self._weights_of_sum(outside, (place, "outside"))
         if term.scales and max(sizes) == 1:
             raise UnclearError("one sample does not show whether its number divides it")
         if not term.divisors:  # Python's numbers are looked at in each call
