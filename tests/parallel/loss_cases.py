@@ -213,13 +213,9 @@ EXACT: dict[str, Callable[..., Any]] = {
         name: lambda n, x, o, real, name=name: getattr(F, f"{name}_loss")(o, real)
         for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin", "poisson_nll")
     },
-    "distilled": lambda n, x, o, y, part: (
-        F.cross_entropy(o, y) + 0.7 * 2**2 * F.kl_div(o.log_softmax(1), part, reduction="batchmean")
-    ),
     "added to a leaf": lambda n, x, o, real: (
         torch.zeros((), dtype=o.dtype, device=o.device, requires_grad=True) + F.mse_loss(o, real)
     ),
-    "negative": lambda n, x, o: -rows(o).mean(dim=-1),
     "two columns of rows": lambda n, x, o: torch.stack([rows(o), o.abs().sum(1)], 1).mean(),
     "packed": lambda n, x, o, lengths: (
         pack_padded_sequence(n.tokens(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
@@ -239,9 +235,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     # Sums.
     "sum of sums": lambda n, x, o, real: sum([o.square().sum(), (o - real).abs().sum()]),
     "minus a sum": lambda n, x, o: -1 * o.square().sum() + torch.zeros(1).to(o).squeeze(),
-    "sum of sums by length": lambda n, x, o: sum([o.square().sum(), o.abs().sum()]) / len(x),
     "selected sum": lambda n, x, o, y: rows(o)[y > 1].sum(),
-    "sum": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum"),
     "variational": lambda n, x, o, part: (
         F.binary_cross_entropy(o.sigmoid(), part, reduction="sum")
         - 0.5 * torch.sum(1 + o - o.square() - o.exp())
@@ -260,9 +254,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "tokens": lambda n, x, o, tokens: cross_entropy_of_tokens(n, x, tokens),
     "scaled": lambda n, x, o, ignored: (2 * F.cross_entropy(o, ignored) - 1) / 4,
     "in place": lambda n, x, o, ignored: F.cross_entropy(o, ignored).add_(o.square().mean()),
-    "two counts, stacked": lambda n, x, o, ignored, tokens: torch.stack(
-        [F.cross_entropy(o, ignored), cross_entropy_of_tokens(n, x, tokens)]
-    ).sum(),
     "count and sum": lambda n, x, o, ignored, real: (
         F.cross_entropy(o, ignored) + F.mse_loss(o, real, reduction="sum")
     ),
@@ -291,7 +282,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "shifted mask": lambda n, x, o, token_mask: masked_mean(
         n.tokens(x).square().mean(-1)[:, 1:], token_mask[:, 1:]
     ),
-    "mask of labels": lambda n, x, o, y: (rows(o) * (y != 2)).sum() / (y != 2).sum(),
     "selected": lambda n, x, o, real, holes: F.mse_loss(o[holes > 0], real[holes > 0]),
     "rows of selected": lambda n, x, o, real, holes: (
         (o[holes > 0] - real[holes > 0]).square().sum(1).mean() + o[holes > 0].square().mean()
@@ -386,15 +376,10 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "filled": lambda n, x, o, mask: rows(o).masked_fill(mask == 0, 0).sum() / mask.sum(),
     "masked mean by a statistic": lambda n, x, o, mask: masked_mean(rows(o), mask) / x.abs().mean(),
     "masked sum times its count": lambda n, x, o, mask: (rows(o) * mask).sum() * mask.sum(),
-    "sum by a tensor, times length": lambda n, x, o, y, items_tensor: (
-        summed(o, y) * len(x) / items_tensor
-    ),
     "sum by its length, times length": lambda n, x, o: (
         rows(o).sum() / torch.tensor(float(len(x))) * len(x)
     ),
-    "sum by another number": lambda n, x, o, num_items: o.square().sum() / (num_items / 2),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
-    "dot product": lambda n, x, o, weight: weight @ rows(o) / weight.sum(),
     "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
     "mean by a buffer": lambda n, x, o, real: F.mse_loss(o, real) / n.temperature,
     "several outputs": over_all,
@@ -402,7 +387,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "sum by a sum of weights": lambda n, x, o: (
         (o.square() * n.ones[:5].detach()).sum() / n.ones[:5].detach().sum()
     ),
-    "mean of masked by mean": lambda n, x, o, mask: (rows(o) * mask).mean() / mask.mean(),
     "updated in place": updated,
     "balance of experts": lambda n, x, o: (
         torch.histc(o.detach().argmax(1).double(), CLASSES, 0, CLASSES)
@@ -421,13 +405,10 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         (o.square() * (part > 0.4).double()).sum(0) / (part > 0.4).double().sum(0).clamp(min=1)
     ).mean(),
     "norm": (lambda n, x, o, real: (o - real).norm()),
-    "standard deviation of all": (lambda n, x, o: o.std()),
     "flag": (lambda n, x, o: rows(o).mean() * (2.0 if rows(o).mean() > 0.35 else 1.0)),
     "sum by the number of samples less one": (lambda n, x, o: rows(o).sum() / (len(x) - 1)),
     "sum by a deviation": (lambda n, x, o, real: (o - real).square().sum() / real.std().item()),
-    "one sample": (lambda n, x, o: rows(o)[0]),
     "halved gradient": (lambda n, x, o: Halved.apply(rows(o).mean())),
-    "similarities of pairs": (lambda n, x, o, real: F.mse_loss(o @ o.T, real @ real.T)),
     "classes in a loop": (lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique())),
     "branch": (lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
     "balanced cross entropy": (

@@ -99,7 +99,6 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
         ("perplexity", "it uses Exp, not only means and sums"),
         ("dice", "it uses Div, not only"),
         ("hits", "it has no graph. It is averaged over samples. Return its parts .* or rows"),
-        ("dot product", "it uses Dot"),
         ("sum by a mean", "it is divided by something other than its count"),
         ("sum and mean", "its means and sums have different weights"),
         ("sum and penalty", "a term independent of samples is added to a sum"),
@@ -201,7 +200,6 @@ SILENT = (
     "root of a penalty",
     "branch",
     "balanced cross entropy",
-    "similarities of pairs",
 )
 
 
