@@ -140,11 +140,12 @@ class Gather:
         if how == "stack":
             return torch.stack(numbers)
         if how != "sum":
-            if all(bool(number == numbers[0]) for number in numbers):
+            is_same = all(bool(number == numbers[0]) for number in numbers)
+            if not is_same or (numbers[0] and numbers[0].dtype != torch.bool):
+                reason = "it is an integer or bool, added up where it differs between the replicas"
+                self.call.warn(path, reason, "Return rows, with squeeze(-1) and not squeeze()")
+            if is_same:
                 return numbers[0]
-            reason = "it is an integer or bool that differs between the replicas, and is added up"
-            remedy = "Return rows, as equal ones are not added up; use squeeze(-1), not squeeze()"
-            self.call.warn(path, reason, remedy)
         return total(numbers, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:

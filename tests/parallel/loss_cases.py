@@ -222,11 +222,8 @@ EXACT: dict[str, Callable[..., Any]] = {
         .data.square()
         .mean()
     ),
-    "bce": lambda n, x, o, part: F.binary_cross_entropy(o.sigmoid(), part),
     "a number less a mean": lambda n, x, o, real: 3 - 2 * F.mse_loss(o, real),
     "cosine similarity": lambda n, x, o, real: 1 - F.cosine_similarity(o, real).mean(),
-    "sum of means": lambda n, x, o: o.square().mean(0).sum(),
-    "stacked": lambda n, x, o, real: torch.stack([F.mse_loss(o, real), F.l1_loss(o, real)]).mean(),
     "stacked by sample": lambda n, x, o, y: torch.stack(
         [F.cross_entropy(row, label) for row, label in zip(o, y, strict=True)]
     ).mean(dim=0, keepdim=True),
@@ -241,7 +238,6 @@ EXACT: dict[str, Callable[..., Any]] = {
         - 0.5 * torch.sum(1 + o - o.square() - o.exp())
     ),
     "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
-    "sum by size": lambda n, x, o, real: (o - real).square().sum() / o.numel(),
     "sum times 1 / length": lambda n, x, o, real: (o - real).square().sum() * (1 / x.size(0)),
     "sum by a number": lambda n, x, o, ignored, num_items: summed(o, ignored) / num_items,
     "sum by a tensor": lambda n, x, o, ignored, items_tensor: summed(o, ignored) / items_tensor,
@@ -249,8 +245,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "cross entropy": lambda n, x, o, y: F.cross_entropy(o, y),
     "ignored": lambda n, x, o, ignored: F.cross_entropy(o, ignored),
     "smoothed": lambda n, x, o, ignored: F.cross_entropy(o, ignored, label_smoothing=0.1),
-    "another ignore_index": lambda n, x, o, y: F.cross_entropy(o, y, ignore_index=3),
-    "nll": lambda n, x, o, ignored: F.nll_loss(o.log_softmax(1), ignored),
     "tokens": lambda n, x, o, tokens: cross_entropy_of_tokens(n, x, tokens),
     "scaled": lambda n, x, o, ignored: (2 * F.cross_entropy(o, ignored) - 1) / 4,
     "in place": lambda n, x, o, ignored: F.cross_entropy(o, ignored).add_(o.square().mean()),
@@ -305,6 +299,13 @@ EXACT: dict[str, Callable[..., Any]] = {
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
     "entries by their number": lambda n, x, o: (o.square() / o.numel()).sum(),
     "rows by their mask": lambda n, x, o, mask: (rows(o) * mask / mask.sum()).sum(),
+    "tokens by their mask": lambda n, x, o, token_mask: (
+        (n.tokens(x).square().mean(-1) * token_mask).sum(1) / token_mask.sum()
+    ).sum(),
+    "one mask twice": lambda n, x, o, mask: (
+        masked_mean(rows(o), mask) + 0.3 * masked_mean(rows(o).square(), mask)
+    ),
+    "minus half a sum": lambda n, x, o: -0.5 * o.square().sum(),
     "rows by an empty mask": lambda n, x, o, holes: (rows(o) * holes / holes.sum()).sum(),
     # Not linear in means and sums.
     "mean in a checkpoint": lambda n, x, o, real: checkpoint(
@@ -381,7 +382,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     ),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
     "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
-    "mean by a buffer": lambda n, x, o, real: F.mse_loss(o, real) / n.temperature,
     "several outputs": over_all,
     "hits": hits,
     "sum by a sum of weights": lambda n, x, o: (
@@ -397,7 +397,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         1 - 2 * (o[:, 0].sigmoid() * mask).sum() / (o[:, 0].sigmoid().sum() + mask.sum())
     ),
     "perplexity": lambda n, x, o, y: F.cross_entropy(o, y).exp(),
-    "product": lambda n, x, o, real: F.mse_loss(o, real) * o.abs().mean(),
     "statistics": lambda n, x, o: o.mean(0).square().sum(),
     "sum and mean": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum") + o.mean(),
     "sum and penalty": lambda n, x, o: o.square().sum() + n.token_head.weight.abs().sum(),
@@ -405,7 +404,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         (o.square() * (part > 0.4).double()).sum(0) / (part > 0.4).double().sum(0).clamp(min=1)
     ).mean(),
     "norm": (lambda n, x, o, real: (o - real).norm()),
-    "flag": (lambda n, x, o: rows(o).mean() * (2.0 if rows(o).mean() > 0.35 else 1.0)),
     "sum by the number of samples less one": (lambda n, x, o: rows(o).sum() / (len(x) - 1)),
     "sum by a deviation": (lambda n, x, o, real: (o - real).square().sum() / real.std().item()),
     "halved gradient": (lambda n, x, o: Halved.apply(rows(o).mean())),

@@ -190,7 +190,9 @@ def test_chunks_of_one_size(name, size):
     model, bare = make(loss, None)
     is_exact, told = step(model, bare, True, given_to(loss, size))
     if name in EXACT:
-        assert (is_exact and not told) or (told and name == "variational")  # -0.5 may be 1 / n
+        may_be_told = name == "variational" or (size == 8 and "so few samples" in "".join(told))
+        assert is_exact or name == "variational"
+        assert not told or may_be_told
     assert is_exact or told or any(kind in name for kind in SILENT)
 
 

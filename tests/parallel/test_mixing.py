@@ -233,6 +233,7 @@ MODELS: dict[str, nn.Module] = {
     "chosen samples": net(lambda m, row, chosen: m.a(row[chosen > 0]).tanh().square().mean()),
     # 3 and 6 words for 3 and 4 samples, which have 3 and 6 pairs. It was warned of, as was DrQA.
     "cut": net(lambda m, sequence, ends: m.a(sequence.repeat(1, 2, 1)[:, : max(ends)]).sum(1)),
+    "squares": net(lambda m, row: m.a(row)[torch.arange(8).repeat(len(row), 1) < len(row)].mean()),
     "chosen words": net(lambda m, sequence, boxes: m.a(sequence)[boxes > 0].tanh().square().mean()),
 }
 

@@ -322,7 +322,7 @@ def masks_behind(nodes: Sequence[Any], dim: int) -> list[Tensor]:
     masks = []
     for node in nodes:
         behind, number = next(edge for edge in node.next_functions if edge[0])
-        while operator_name(behind) == "View":
+        while operator_name(behind) in ("View", "Sum"):
             behind, number = behind.next_functions[0]
         saved = [_saved(behind, name) for name in ("other", "self", "condition")]
         if hasattr(behind, "_saved_ignore_index"):
@@ -434,9 +434,10 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             name = operator_name(node)
             axes = {axis for own in known for axis in _axes(own, sizes)}
             are_pairs = any(lengths in num_pairs for lengths in zip(*shapes, strict=False))
-            if not is_alike and (are_pairs or len(_axes(edges, sizes)) > 1):
+            selects = _SELECTS.fullmatch(name)
+            if not (is_alike or selects) and (are_pairs or len(_axes(edges, sizes)) > 1):
                 return f"{name} computes a number for each pair of samples"
-            if is_alike and axes and not _SELECTS.fullmatch(name):
+            if is_alike and axes and not selects:
                 return f"{name} reduces the samples of each chunk"
             along = dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
             along = (-2,) if name.startswith("ScaledDotProduct") else along

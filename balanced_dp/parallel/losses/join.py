@@ -95,6 +95,7 @@ class Call:
     loss_weight: Callable[..., Any] | str | None = None
     arguments: Sequence[nested.Arguments] = ()
     counted: Sequence[list[Counted]] = ()
+    _sums: dict[Any, Tensor] = field(default_factory=dict)
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
         """Return the value of the whole batch on ``device``. Differentiable.
@@ -248,17 +249,15 @@ class Call:
         if outside := term.outside:
             if len({*sizes}) > 1 or outside.divisors or not are_equal(outside.factors):
                 return self._weights_of_sum(outside, (place, "outside"))
-            # In chunks of one size, few numbers are counts, and the two of x / 2 is none.
-            with contextlib.suppress(UnclearError):
-                if 0.5 not in outside.numbers:
-                    return self._weights_of_sum(outside, (place, "outside"))
+            with contextlib.suppress(UnclearError):  # in chunks of one size few numbers are counts
+                return self._weights_of_sum(outside, (place, "outside"))
         if term.scales and max(sizes) == 1:
             raise UnclearError("one sample does not show whether its number divides it")
         if not term.divisors:  # Python's numbers are looked at in each call
             for numbers in (sizes, term.counts):
                 if numbers and self._are_divided(term, numbers):
-                    if max(numbers) == 1:
-                        raise UnclearError("one sample does not show whether its number divides it")
+                    if len({*numbers}) == 1 and numbers[0] <= 2:  # x / 2 is most often no mean
+                        raise UnclearError("so few samples do not show if their number divides it")
                     return self._weights_of_mean(numbers)
             may_count = term.scales or not _NO_COUNTS.issuperset(term.numbers)
             if are_equal(factors) and (len(set(sizes)) > 1 or not may_count):
@@ -267,12 +266,12 @@ class Call:
         if are_equal(factors) and self._is_argument(divisors):
             return None
         masks = masks_behind(term.nodes, self.dim)
-        counts = [mask.sum() for mask in masks] or counts_of(term.own) or term.counts
+        counts = [self._sum(mask) for mask in masks] or counts_of(term.own) or term.counts
         if place not in known:  # such calls wait for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
             # A count may have a small number added; of 0, it may have been replaced by 1.
             fits = all(
-                math.isclose(d, n, rel_tol=1e-6, abs_tol=2e-5) or (d <= 1 and not n)
+                math.isclose(d, n, rel_tol=1e-6, abs_tol=2e-4) or (d <= 1 and not n)
                 for d, n in pairs
             )
             # A count of all entries may be another number in the next call.
@@ -285,6 +284,11 @@ class Call:
         ignore_if_empty(term.nodes, counts)
         return self._weights_of_mean(term.counts) if counts is term.counts else tuple(counts)
 
+    def _sum(self, mask: Tensor) -> Tensor:
+        """Return the sum of a mask, the same tensor for each term that it masks."""
+        key = mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape
+        return self._sums.setdefault(key, mask.sum())
+
     def _are_divided(self, term: Term, counts: Sequence[int]) -> bool:
         """Return whether a term is divided by these counts, and maybe multiplied by a constant."""
         products = [abs(f * n) for f, n in zip(term.factors, counts, strict=True) if n]
@@ -295,7 +299,8 @@ class Call:
         # and the others must not bring in a count once more.
         known = {counts[0], self.chunk_sizes[0]} - {0, 1}
         others = [n**sign for n in known for sign in (1, -1)]
-        is_count = any(are_equal([1, abs(number * counts[0])]) for number in term.numbers)
+        numbers = [number * counts[0] for number in term.numbers if number != -0.5]
+        is_count = any(are_equal([1, abs(number)]) for number in numbers)
         return is_count and not any(are_equal([products[0], other]) for other in others)
 
     def _is_argument(self, divisors: Sequence[Any]) -> bool:
