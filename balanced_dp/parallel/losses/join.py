@@ -95,7 +95,7 @@ class Call:
     loss_weight: Callable[..., Any] | str | None = None
     arguments: Sequence[nested.Arguments] = ()
     counted: Sequence[list[Counted]] = ()
-    _sums: dict[Any, Tensor] = field(default_factory=dict)
+    _sums: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
         """Return the value of the whole batch on ``device``. Differentiable.
@@ -287,7 +287,8 @@ class Call:
     def _sum(self, mask: Tensor) -> Tensor:
         """Return the sum of a mask, the same tensor for each term that it masks."""
         key = mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape
-        return self._sums.setdefault(key, mask.sum())
+        # With the mask, since another one may get the address of one that is freed.
+        return self._sums.setdefault(key, (mask, mask.sum()))[1]
 
     def _are_divided(self, term: Term, counts: Sequence[int]) -> bool:
         """Return whether a term is divided by these counts, and maybe multiplied by a constant."""
