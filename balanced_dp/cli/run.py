@@ -97,7 +97,7 @@ def run_and_measure(
         tried = loop.last_split
         if exit_code == 1 and tried and tried[0] < even_share(sum(tried), len(tried)):
             fact = f"The script failed after a call in chunks of {tried}"
-            notes += (f"{fact}. Does it run with those of nn.DataParallel, --gpu0-bsz even?",)
+            notes += (f"{fact}. To rule out the split, try that of torch, --gpu0-bsz even.",)
         if loop.options:
             budgets = loop.budgets  # in the order of the model's devices
             report = Report.of(

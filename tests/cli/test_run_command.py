@@ -120,7 +120,7 @@ def test_the_report_is_written(script):
         ("--html no.html train.py 1 64 wrap", 1, "no.html was not written: there is no report"),
         ("train.py 4 1 wrap", 0, "batches of 1, 4 devices"),
         ("--json no.json train.py 3 64 fail", 1, "no.json was not written: there is no report"),
-        ("train.py 9 64 wrap equal", 1, "in chunks of (0, 22, 21, 21). Does it run"),
+        ("train.py 9 64 wrap equal", 1, "in chunks of (0, 22, 21, 21). To rule out the"),
         ("train.py 2 64 wrap fail", 1, "did not end in 2 steps"),
         ("train.py 4 64 wrap plain", 0, "Comparing splits takes two steps with the same batches"),
         ("train.py 4 64 plain", 0, "No torch.optim.Optimizer took a step: these are the peaks"),

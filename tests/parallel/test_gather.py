@@ -218,7 +218,7 @@ def test_equal_lists_are_warned_of():
         (lambda x: x if len(x.T) > 2 else x.mean(), 2),  # a loss and rows
     ],
 )
-def test_a_tuple_of_lists_holds_outputs(item, num):
+def test_a_tuple_that_holds_outputs(item, num):
     """In chunks of two, each was an entry of a sample: CUT's two lists, losses of one entry, states
     of an RNN, the loss and the flat rows of UER-py's taggers.
 

@@ -95,7 +95,8 @@ class Call:
     loss_weight: Callable[..., Any] | str | None = None
     arguments: Sequence[nested.Arguments] = ()
     counted: Sequence[list[Counted]] = ()
-    _sums: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _sums: dict[Any, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
+    """Masks and their sums, by the place of a mask in memory."""
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
         """Return the value of the whole batch on ``device``. Differentiable.
@@ -300,8 +301,7 @@ class Call:
         # and the others must not bring in a count once more.
         known = {counts[0], self.chunk_sizes[0]} - {0, 1}
         others = [n**sign for n in known for sign in (1, -1)]
-        numbers = [number * counts[0] for number in term.numbers if number != -0.5]
-        is_count = any(are_equal([1, abs(number)]) for number in numbers)
+        is_count = any(are_equal([1, abs(n * counts[0])]) for n in term.numbers if n != -0.5)
         return is_count and not any(are_equal([products[0], other]) for other in others)
 
     def _is_argument(self, divisors: Sequence[Any]) -> bool:
