@@ -40,7 +40,8 @@ class BalancedCriterion(nn.Module):
         loss_weight: the weight of a chunk's loss, as in ``BalancedDataParallel``.
         broadcast: dotted paths of targets that go whole to each device, by the names of the
             criterion's parameters.
-        split: dotted paths of lists, tuples and arrays with an entry for each sample.
+        split: dotted paths of lists, tuples, arrays and tensors with one or more entries for each
+            sample.
 
     Shape:
         - Outputs: a ``PerDevice`` of outputs that ``criterion`` takes, one for each chunk.

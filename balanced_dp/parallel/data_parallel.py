@@ -88,7 +88,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``"batch.mask"``; a path covers all below it. Positional arguments go by the name of
             ``module.forward``'s parameter.
         split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
-            ``"texts"``; each device gets the entries of its samples.
+            ``"texts"``, or of these and tensors with several, such as ``"passages"``, one sample
+            after the other; each device gets the entries of its samples.
         scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value of the whole batch,
             if they are linear in means and sums over samples; anything else is averaged as with
             ``"mean"``, with a warning. ``"mean"``: to their mean, weighted by chunk size.

@@ -39,7 +39,7 @@ class Scattered(Sequence[Any]):
 class Inputs:
     """The arguments of a call for the whole batch, and how they are split.
 
-    Tensors of batch size along ``dim`` are split, and so are the sequences named in ``split``.
+    Tensors of batch size along ``dim`` are split, and so is what ``split`` names.
     0-dim tensors and those named in ``broadcast`` are copied whole to each device. Anything else is
     passed on, containers as shallow copies.
 
@@ -49,7 +49,8 @@ class Inputs:
         kwargs: the keyword arguments.
         dim: the batch dimension.
         broadcast: dotted paths of tensors, or of containers of tensors, that are not split.
-        split: dotted paths of sequences (lists, tuples, arrays) with an entry for each sample.
+        split: dotted paths of sequences (lists, tuples, arrays) and tensors with one or more
+            entries for each sample, one sample after the other.
         warned: paths that have warned, and do not warn again.
     """
 
@@ -85,7 +86,7 @@ class Inputs:
                 fact = f"of {len(value)} items, whose tensors are split along dim {self.dim}"
                 if isinstance(value, list):
                     self._warn(path, value, fact, silence="a tuple in its place")
-        path, value = _first(found)
+        path, value = self._first(found)
         if isinstance(value, torch.Tensor):
             return self._size(value, path)
         if isinstance(value, Scattered):
@@ -107,8 +108,8 @@ class Inputs:
                 every tensor is copied whole to each device.
 
         Raises:
-            ScatterError: the size of a tensor along ``dim``, or the length of a sequence in
-                ``split``, is not the batch size.
+            ScatterError: the size of a tensor along ``dim`` is not the batch size, or the length of
+                what is in ``split`` no multiple of it.
 
         Warns:
             BalanceWarning: another sequence is as long as the batch, so it may have one entry for
@@ -130,6 +131,17 @@ class Inputs:
                 yield path, value
             else:
                 yield from self._all_to_split(nested.checked_items(value, path, ScatterError) or ())
+
+    def _first(self, found: Named) -> tuple[str, Any]:
+        """Return the path and value that determine the batch size: a tensor, if there is one.
+
+        One that ``split`` names may have several rows for each sample, so others come first.
+        """
+
+        def rank(one: tuple[str, Any]) -> tuple[bool, bool]:
+            return not isinstance(one[1], torch.Tensor), one[0] in self.split
+
+        return min(found, key=rank, default=("", None))
 
     def _rows(self, inputs: Named, split: Split) -> list[list[Any]]:
         """Return the values for each device."""
@@ -153,10 +165,11 @@ class Inputs:
                 raise _error(path, f"is {value!r}, but this call {call}; call gather() first")
             return list(value)
         if sizes and path in self.split and value is not None:
-            if (length := self._entries(value, path)) != sum(sizes):
+            lengths = self._lengths(length := self._entries(value, path), path, sizes)
+            if length != sum(lengths):
                 fact = f"is in split, but has {length} entries"
                 raise _error(path, f"{fact}, and the batch has {sum(sizes)} samples")
-            bounds = zip(devices, pairwise(accumulate(sizes, initial=0)), strict=True)
+            bounds = zip(devices, pairwise(accumulate(lengths, initial=0)), strict=True)
             return [self._parts(value[i:j], path, ([device], ()))[0] for device, (i, j) in bounds]
         if 1 < sum(sizes) == _length(value):
             held = [leaf for _, leaf in nested.leaves(value) if leaf is not None]
@@ -172,6 +185,12 @@ class Inputs:
             return [value]  # what forward writes to it is not lost
         return [nested.rebuild(value, row) for row in rows]
 
+    def _lengths(self, length: int, path: str, sizes: Sequence[int]) -> list[int]:
+        """Return how many entries each device gets; they add up unless ``length`` is wrong."""
+        is_named = path in self.split and 0 < sum(sizes) < length
+        per_sample = length // sum(sizes) if is_named else 1
+        return [per_sample * size for size in sizes]
+
     def _entries(self, value: Any, path: str) -> int:
         """Return the number of entries of a value in ``split``."""
         if (length := _length(value)) is None:
@@ -184,13 +203,14 @@ class Inputs:
         devices, sizes = split
         if not sizes or tensor.dim() == 0 or _is_below(path, self.broadcast):
             return [tensor] * len(devices)
-        if self._size(tensor, path) != sum(sizes):
+        lengths = self._lengths(length := self._size(tensor, path), path, sizes)
+        if length != sum(lengths):
             raise self._size_error(tensor, path, sum(sizes))
         if tensor.is_nested or tensor.layout != torch.strided:
             raise _error(path, "is a sparse or nested tensor, which is not split; pass a dense one")
         if len(sizes) == 1:
             return [tensor]
-        parts = list(tensor.split(list(sizes), self.dim))
+        parts = list(tensor.split(lengths, self.dim))
         staying = [i for i, device in enumerate(devices) if device == tensor.device]
         if tensor.untyped_storage().nbytes() >= sum(parts[i].nbytes for i in staying):
             # Views would keep the whole batch there while autograd needs them, and an in-place
@@ -208,7 +228,7 @@ class Inputs:
     def _size_error(self, tensor: torch.Tensor, path: str, batch: int) -> ScatterError:
         """Return the error of a tensor that is not of batch size, with the remedy for its cause."""
         size, named = tensor.size(self.dim), self._named()
-        first, other = _first(self._all_to_split(named))
+        first, other = self._first(self._all_to_split(named))
         lengths = {name: len(value) for name, value in _sequences(named) if _are_alike(value)}
         entries = next((n for name, n in lengths.items() if _is_below(first, [name])), batch)
         lists = tuple(name for name, n in lengths.items() if n == entries)
@@ -217,9 +237,10 @@ class Inputs:
             source = f" by its first tensor, {first}"
             also = f", and if {first} does not, use broadcast=({first!r},)"
             also += ", or transpose it" if size in other.shape else ""
-            if size > batch > 0 and size % batch == 0:
-                shape = f"(batch, {size // batch}, ...)"
-                also += f"; pass several rows of a sample as {shape} and flatten them in forward"
+            few, many = sorted((size, batch))
+            if 1 < few < many and many % few == 0:
+                longer = path if size == many else first
+                also += f"; split=({longer!r},) gives each sample {many // few} rows"
         if any(_is_below(one, lists) for one in (path, first)):
             remedy = (
                 f"if each entry of {' and '.join(lists)} is a sample, split={lists!r} splits them, "
@@ -252,11 +273,6 @@ class Inputs:
             silence = silence or f"broadcast=({path!r},)"
             name = type(value).__name__
             warn(f"input {path} is a {name} {fact}; {remedy}; {silence} silences this warning")
-
-
-def _first(found: Named) -> tuple[str, Any]:
-    """Return the path and value that determine the batch size: a tensor, if there is one."""
-    return min(found, key=lambda one: not isinstance(one[1], torch.Tensor), default=("", None))
 
 
 def _sequences(inputs: Named) -> Iterator[tuple[str, Any]]:

@@ -89,8 +89,6 @@ PACKED = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
     ("value", "dim", "message"),
     [
         ([torch.zeros(5), {"mask": torch.zeros(3, 4)}], 0, BY_FIRST),
-        # DPR's contexts were to be copied whole to each device.
-        ([torch.zeros(5), {"ids": torch.zeros(10)}], 0, r"of a sample as \(batch, 2, ...\) and"),
         ({"mask": torch.zeros(5)}, 1, r"input x.mask of shape \(5,\) has no dimension 1 to split"),
         ([PACKED], 0, "x.0 is a PackedSequence, which has no batch dimension; pass the padded"),
         (torch.eye(5).to_sparse(), 0, NOT_SPLIT),
@@ -150,8 +148,12 @@ def gru(_, x, h):
             *({}, (X[:, None], torch.ones(8, 1, 3))),
         ),
         (
-            *(lambda _, x, y: y.flatten(1), (torch.ones(8, 8), torch.ones(16, 8))),
-            *(r"as \(batch, 2, ...\)", {}, (torch.ones(8, 8), torch.ones(8, 2, 8))),
+            *(lambda _, x, y: y.view(len(x), -1), (X, torch.arange(16.0))),
+            *(r"split=\('args.1',\) gives each sample 2 rows", {"split": "args.1"}, None),
+        ),
+        (
+            *(lambda _, y, x: y.view(len(x), -1), (torch.arange(16.0), X)),
+            *(r"split=\('args.0',\) gives each sample 2 rows", {"split": "args.0"}, None),
         ),
         (sums, (Graph(X),), r"args.0 is a Graph whose tensors \(x\)", None, ([Graph(X)] * 8,)),
     ],
@@ -176,6 +178,7 @@ def test_sequences_are_cut_where_that_is_asked_for():
     _, second = cut(value, 1, 2, split=("x.on.0.boxes",))
     assert [len(box) for box in second["on"][0]["boxes"]] == [2, 3]
     assert cut([torch.zeros(4), None], 2, 2, split=("x.1",))[1][1] is None
+    assert cut([torch.zeros(3), [*"abcdef"]], 1, 2, split=("x.1",))[1][1] == [*"cdef"]
     for wrong, fact in ((["a", "b", "c"], "has 3 entries"), (5, "int is no list"), ("abcd", "str")):
         with pytest.raises(ScatterError, match=f"x.1 is in split, but {fact}"):
             cut([torch.zeros(4), wrong], 2, 2, split=("x.1",))
