@@ -420,6 +420,8 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "trimmed and flattened": lambda n, x, o, growing: (
         n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].flatten().square().mean()
     ),
+    "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
+    "weights of mean 1": lambda n, x, o, weight: (rows(o) * (weight / weight.mean())).mean(),
     "row of one sample": lambda n, x, o, y: n.head.weight[y[:1]].sum(),
 }
 """What is computed from samples in other ways, and warned of, also where it is exact."""
@@ -445,7 +447,6 @@ UNSEEN: dict[str, Callable[..., Any]] = {
         rows(o).mean() + (n.scale.exp() - x.std()).square()
     ),
     "sum plus a number": lambda n, x, o: o.square().sum() + 1,
-    "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
     "mixup of the inputs": lambda n, x, o, real: F.mse_loss(n.head((x + x.flip(0)) / 2), real),
 }
 """What no graph shows, as docs/loss.md says of each; ``check`` does."""

@@ -103,6 +103,7 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
         ("sum and mean", "its means and sums have different weights"),
         ("sum and penalty", "a term independent of samples is added to a sum"),
         ("mean times length", "the replicas may multiply a term by different numbers"),
+        ("normalized weights", "its entries have weights that each device normalizes"),
         ("branch", "the replicas computed it differently, as by a branch"),
         ("balanced cross entropy", "the weights of its classes differ between the devices"),
     ],
@@ -531,8 +532,18 @@ def test_a_mask_and_a_small_number_divide_the_rows_of_a_sum():
     torch.testing.assert_close(model(X, y=Y), bare(X, y=Y), rtol=2e-5, atol=0)
 
 
+def test_numbers_that_happen_to_be_normalized():
+    one_each = torch.zeros(13).index_fill(0, torch.tensor([0, 1, 5, 9]), 1)
+    for loss in (
+        lambda n, x, o, y: (rows(o) * y).sum(),
+        lambda n, x, o, y: (o * x[:, : o.shape[1]].softmax(1)).sum(1).mean(),
+    ):
+        model, bare = make(loss)
+        torch.testing.assert_close(model(X, y=one_each), bare(X, y=one_each))
+
+
 def test_a_complex_mean():
-    model, bare = make(lambda n, x, o: 2 * torch.complex(o, o**2).mean())
+    model, bare = make(lambda n, x, o: (torch.complex(rows(o), rows(o)) * (x[:, 0] + 1j)).mean())
     torch.testing.assert_close(model(X), bare(X))
 
 

@@ -340,8 +340,8 @@ def _saved(node: Any, name: str) -> Any:
 
 
 def _is_data(saved: object) -> TypeGuard[Tensor]:
-    """Return whether autograd saved a tensor that has no graph."""
-    return isinstance(saved, Tensor) and not saved.requires_grad
+    """Return whether autograd saved a tensor of real numbers that has no graph."""
+    return isinstance(saved, Tensor) and not (saved.requires_grad or saved.is_complex())
 
 
 def _is_number(saved: object) -> bool:

@@ -197,6 +197,8 @@ class Call:
             place = (key, len(terms), i, self._form)
             if term.kind == "constant":
                 continue  # most often the 0 that a loop starts from, and it has no gradient
+            if self._is_normalized(term, place):
+                raise UnclearError("its entries have weights that each device normalizes")
             if term.multipliers:
                 if not self._is_times_count(term, place):
                     raise UnclearError("a tensor without a graph multiplies a term")
@@ -229,6 +231,26 @@ class Call:
             if len(set(counts)) > 1 or not fits:
                 self.history.fits[place] = fits and not term.numbers and not term.divisors
         return self.history.fits.get(place, False)
+
+    def _is_normalized(self, term: Term, place: Any) -> bool:
+        """Return whether each replica has normalized the weights of a term's entries.
+
+        Their sum is 1 then, or in a mean their number. This waits until it is not.
+        """
+        known, place = self.history.fits, (place, "weights")
+        if place in known or max(self.chunk_sizes) == 1:
+            return False
+        masks = masks_behind(term.nodes, self.dim)
+        totals = [1 if term.kind == "sum" else mask.numel() for mask in masks]
+        if not masks or (term.kind == "mean" and totals != term.counts):
+            return False
+        sums = zip(map(float, map(self._sum, masks)), totals, strict=True)
+        are_normalized = all(math.isclose(one, total, rel_tol=1e-5) for one, total in sums)
+        # Masks of zeros and ones are no weights.
+        if are_normalized and not all(bool((mask == 1).any()) for mask in masks):
+            return True
+        known[place] = False
+        return False
 
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
         """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
