@@ -88,17 +88,10 @@ class Search:
 
     @property
     def best(self) -> int | None:
-        """The best of the values that ran, None if none did.
-
-        It is next to the crossing. Each measurement shows its side of the crossing by itself,
-        because iterations of a loop may differ in more than the split.
-        """
-        over, ran = self._over(), self._ran()
-        low = max((value for value in ran if over[value] <= 0), default=-1)
-        ends = [low, min((value for value in ran if value > low), default=-1)]
-        level = min((max(ran[value]) for value in ends if value >= 0), default=0.0)
-        equal = (value for value in ran if abs(max(ran[value]) - level) <= EQUAL * level)
-        return max(equal, default=None)
+        """The value with the lowest utilization, the largest of equals; None if none ran."""
+        ran = {value: max(full) for value, full in self._ran().items()}
+        limit = min(ran.values(), default=0.0) * (1 + EQUAL)
+        return max((value for value, full in ran.items() if full <= limit), default=None)
 
     def allows(self, split: Split) -> bool:
         """Return whether all replicas can train on their chunks, and no device should run out."""
