@@ -63,11 +63,12 @@ def run_and_measure(
         ArgumentError: the devices cannot be opened or are too small.
     """
     num = num_devices if capacities is None else len(capacities)
-    emulates = not accelerators(num, emulate)
-    if capacities is not None and not emulates:
-        raise ArgumentError("--memory is for emulated devices; set --emulate or leave it out")
-    if emulates:
-        checked_reserve(reserve, capacities)
+    found = accelerators(num, emulate)
+    if found:
+        if capacities is not None:
+            raise ArgumentError("--memory is for emulated devices; set --emulate or leave it out")
+        capacities = capacities_of(found)
+    reserve = checked_reserve(reserve, capacities)
     with (
         warnings.catch_warnings(),
         training_devices(
@@ -75,19 +76,16 @@ def run_and_measure(
             memory=capacities or _REPORTED,
             symbolic=symbolic,
             as_cuda=True,
-            emulate=emulates,
+            emulate=not found,
         ) as devices,
     ):
-        if emulates:
+        if not found:
             warnings.simplefilter("ignore", ResourceWarning)  # the script's tensors outlive it
             current_machine().ignore_capacities()
             current_machine().reads_unknown_as_nan = True
-        else:
-            capacities = capacities_of(devices)
         shapes = " with shapes only: the values that it reads are NaN" if symbolic else ""
-        kind = f"{'emulated ' * emulates}GPU{'s' * (len(devices) > 1)}"
+        kind = f"{'' if found else 'emulated '}GPU{'s' * (len(devices) > 1)}"
         console.say(f"running {script} on {len(devices)} {kind}{shapes}")
-        reserve = checked_reserve(reserve, capacities)
         loop = Loop(
             gpu0_bsz, devices, capacities and [size - reserve for size in capacities], steps
         )
