@@ -102,8 +102,8 @@ ELSEWHERE = {
     *("_enabled", "_set_sequence_nr"),
     # Of torch 2.5.
     *("_streambase", "_StreamBase", "_EventBase"),
-    # Of sparse tensors, which have them, and in annotations only.
-    *("_indices", "_ops"),
+    # Of sparse tensors and state dicts, which have them, and in annotations only.
+    *("_indices", "_metadata", "_ops"),
     "_bytes",  # part of a name
 }
 

@@ -192,7 +192,7 @@ class Operator:
             if isinstance(value, list):  # torch increments the versions of single tensors only
                 torch.autograd.graph.increment_version(t for t in value if not t.is_inference())
             elif value is not None and (self.may_reshape or value.is_sparse):
-                _update(value, machine, index, wrapped.label)
+                value.data = wrap_elem(value._elem, machine, index, wrapped.label)
         return wrapped.wrap(out, index)
 
 
@@ -316,21 +316,6 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
     for part in _parts(elem):
         machine.enter(index, part.untyped_storage(), label)
     return _wrapper_of(elem, machine, index)
-
-
-def _update(wrapper: EmulatedTensor, machine: Machine, index: int, label: Label) -> None:
-    """Update a wrapper whose wrapped tensor was modified in place."""
-    elem = wrapper._elem
-    for part in _parts(elem):
-        machine.enter(index, part.untyped_storage(), label)
-    if _metadata(wrapper) != _metadata(elem):  # resize_, unsqueeze_, set_ ...
-        wrapper.data = _wrapper_of(elem, machine, index)
-
-
-def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout is not torch.strided:
-        return (tensor.shape,)
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
