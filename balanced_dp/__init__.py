@@ -17,8 +17,6 @@ else:
             return globals()[name]
         if name == "__all__":
             return sorted(public for public in vars(api) if not public.startswith("_"))
-        if not hasattr(api, name):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(api, name)
 
     def __dir__() -> list[str]:
