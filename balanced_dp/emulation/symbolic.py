@@ -58,7 +58,7 @@ class SymbolicOperator:
     the layouts and the numbers that it gets. After that its outputs are laid out in the same way.
     """
 
-    __slots__ = ("func", "is_factory", "is_index", "is_view", "make_outputs", "repeats", "written")
+    __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         arguments = func._schema.arguments
@@ -69,8 +69,6 @@ class SymbolicOperator:
         reads_values = func is aten._to_copy.default or "sparse" in func.name()
         self.is_factory = "pin_memory" in names and not reads_values
         """Whether it reads only a shape, as ``empty_like`` does."""
-        self.is_view = any(a.alias_info and not is_written(a) for a in arguments)
-        """Whether its outputs are views, which are made in no time, of values known or not."""
         self.repeats = torch.Tag.inplace_view not in func.tags and not any(
             a.is_out or a.name == "generator" for a in arguments
         )
@@ -84,8 +82,6 @@ class SymbolicOperator:
             SymbolicValueError: it needs values that are not known, or would write unknown values
                 into a tensor whose values are known.
         """
-        if self.is_view:
-            return self.func(*args, **kwargs)
         if self.is_index:
             args = (args[0], _integer_indices(args[1]), *args[2:])
         tensors: list[torch.Tensor] = []
