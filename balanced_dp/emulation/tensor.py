@@ -305,28 +305,23 @@ class Wrapped:
         return out
 
 
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
+
+
 def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) -> EmulatedTensor:
     """Return ``elem`` as a tensor on a device, entered in its ledger unless it is a view.
 
     Raises:
         torch.OutOfMemoryError: the tensor does not fit on the device.
     """
+    if torch.is_inference_mode_enabled() and not elem.is_inference():
+        with torch.inference_mode(False):
+            return wrap_elem(elem, machine, index, label)
     if machine.symbolic and is_unknown_dtype(elem.dtype) and is_known(elem):
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
     for part in _parts(elem):
         machine.enter(index, part.untyped_storage(), label)
-    return _wrapper_of(elem, machine, index)
-
-
-_make_wrapper = torch.Tensor._make_wrapper_subclass
-_DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
-
-
-def _wrapper_of(elem: torch.Tensor, machine: Machine, index: int) -> EmulatedTensor:
-    """Return ``elem``, which has its allocation, as a tensor on a device."""
-    if torch.is_inference_mode_enabled() and not elem.is_inference():
-        with torch.inference_mode(False):
-            return _wrapper_of(elem, machine, index)
     is_strided = elem.layout is torch.strided
     wrapper: EmulatedTensor = _make_wrapper(
         EmulatedTensor,
