@@ -173,11 +173,9 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
             a copy waits for both of its streams, so devices that send to several would otherwise
             take turns.
     """
-    stream = _streams.get((device, purpose))
-    if stream is None:  # setdefault: two threads may make one at the same time
-        new = torch.get_device_module(device).Stream(device)
-        stream = _streams.setdefault((device, purpose), new)
-    return stream
+    if (device, purpose) not in _streams:  # setdefault: two threads may make one at the same time
+        _streams.setdefault((device, purpose), torch.get_device_module(device).Stream(device))
+    return _streams[device, purpose]
 
 
 def has_streams(device: torch.device) -> bool:
