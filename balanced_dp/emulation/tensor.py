@@ -305,7 +305,6 @@ class Wrapped:
         return out
 
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 _DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
 
 
@@ -323,7 +322,7 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
     for part in _parts(elem):
         machine.enter(index, part.untyped_storage(), label)
     is_strided = elem.layout is torch.strided
-    wrapper: EmulatedTensor = _make_wrapper(
+    wrapper: EmulatedTensor = torch.Tensor._make_wrapper_subclass(
         EmulatedTensor,
         elem.size(),
         elem.stride() if is_strided else None,
