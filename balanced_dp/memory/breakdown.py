@@ -66,23 +66,18 @@ def _uses(
     uses = {use: _num_bytes(of_use, device, seen) for use, of_use in tensors.items()}
     peak_bytes = module.max_memory_allocated(device)
     if getattr(model, "chunk_sizes", None):  # a batch was split
-        copied = {
-            use: uses[use] + _num_bytes(t for t in tensors[use] if t.device != device)
-            for use in ("parameter", "buffer")
-        }
+        seen = set()
+        copied = {use: _num_bytes(tensors[use], None, seen) for use in ("parameter", "buffer")}
         if sum((uses | copied).values()) <= peak_bytes:  # else there were no replicas at the peak
             uses |= copied
     return uses | {"rest": peak_bytes - sum(uses.values())}
 
 
-def _num_bytes(
-    tensors: Iterable[Any], device: torch.device | None = None, seen: set[int] | None = None
-) -> int:
-    """Return the allocated size of the tensors on one device, or on all.
+def _num_bytes(tensors: Iterable[Any], device: torch.device | None, seen: set[int]) -> int:
+    """Return the allocated size of the tensors on one device, or on all if it is None.
 
     Storages in ``seen`` are skipped; those that are counted are added to it.
     """
-    seen = set() if seen is None else seen
     num_bytes = 0
     for tensor in tensors:
         for part in _parts(tensor):
