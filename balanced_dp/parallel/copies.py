@@ -143,7 +143,7 @@ class ArrivingParameters(UserDict[str, Any]):
         return self.data
 
 
-def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
+def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
     """Distribute tensors over buckets, and return the positions of the tensors in each bucket.
 
     The tensors of a bucket have one dtype and device, and together at most an eighth of all bytes
@@ -151,17 +151,17 @@ def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) 
     not contiguous, or not an ordinary dense tensor.
 
     Args:
-        tensors: the tensors.
+        tensors: the tensors by their positions.
         of_gradients: whether the buckets are for gradients. If so, a tensor with hooks has a bucket
             of its own: in a shared one, autograd would call its hooks with None if only others had
             gradients. If not, a bucket may hold ``LEAST_BYTES``, even if an eighth is less.
     """
-    sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors]
+    sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors.values()]
     num_bytes = sum(filter(None, sizes))
     bucket_bytes = min(max(num_bytes // 8, 0 if of_gradients else LEAST_BYTES), BUCKET_BYTES)
     buckets: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for position, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+    for (position, tensor), size in zip(tensors.items(), sizes, strict=True):
         if size is None or (of_gradients and has_hooks(tensor)):
             buckets.append([position])
             continue
@@ -194,16 +194,16 @@ def copy_to(
         return {device: [move(t, device) for t in tensors] for device in devices}
     is_recorded = torch.is_grad_enabled()
     copies = {device: list(tensors) for device in devices}
-    together = []
+    together = {}
     for i, t in enumerate(tensors):
         if _is_plain(t) and is_cuda(t.device) and not (is_recorded and t.requires_grad):
-            together.append(i)
+            together[i] = t
         else:
             for device, own in copies.items():
                 own[i] = move(t, device)
     if together and devices:
         transfers = arrivals or Arrivals()
-        _send(tensors, together, copies, transfers)
+        _send(together, copies, transfers)
         if arrivals is None:
             transfers.wait()
     return copies
@@ -211,21 +211,19 @@ def copy_to(
 
 @torch.no_grad()
 def _send(
-    tensors: Sequence[torch.Tensor],
-    positions: Sequence[int],
+    tensors: dict[int, torch.Tensor],
     copies: Mapping[torch.device, list[torch.Tensor]],
     arrivals: Arrivals,
 ) -> None:
-    """Set the copies at these positions. Those of a bucket share memory."""
-    filled = fill_buckets([tensors[i] for i in positions], of_gradients=False)
-    buckets = [[positions[i] for i in bucket] for bucket in filled]
+    """Set the copies at the positions of ``tensors``. Those of a bucket share memory."""
+    buckets = fill_buckets(tensors, of_gradients=False)
     pieces = []  # uninitialized, and memory of the current streams
     for bucket in buckets:
         home, dtype = tensors[bucket[0]].device, tensors[bucket[0]].dtype
         size = sum(tensors[i].numel() for i in bucket)
         others = [device for device in copies if device != home]
         pieces.append([torch.empty(size, dtype=dtype, device=device) for device in others])
-    devices = dict.fromkeys([*(tensors[i].device for i in positions), *copies])
+    devices = dict.fromkeys([*(tensor.device for tensor in tensors.values()), *copies])
     with _sending, ExitStack() as stack:
         # After an error the pieces are freed, so the copies must be over.
         stack.push(lambda kind, *_: arrivals.wait() if kind else None)
@@ -344,11 +342,10 @@ def make_nodes(
     """Make copies the outputs of autograd nodes."""
     if any(map(is_cuda, copies)):
         _expect_gradients_of_other_streams()
-    trained = [i for i, p in enumerate(parameters) if p.requires_grad]
+    trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
     token = next_token = None
     # Backward starts with the last bucket.
-    for bucket in reversed(fill_buckets([parameters[i] for i in trained])):
-        positions = [trained[i] for i in bucket]
+    for positions in reversed(fill_buckets(trained)):
         originals = [parameters[i] for i in positions]
         home = originals[0].device
         received: Sequence[torch.Tensor] = originals

@@ -128,10 +128,10 @@ def test_weights_that_change_in_a_block(emulated, modes, change):
 
 @given(st.lists(st.integers(0, 2**20), max_size=60))
 def test_every_tensor_is_in_one_bucket(sizes):
-    filled = buckets_of.fill_buckets([torch.empty(size, device="meta") for size in sizes])
-    assert [i for bucket in filled for i in bucket] == list(range(len(sizes)))
+    found = buckets_of.fill_buckets({i: torch.empty(n, device="meta") for i, n in enumerate(sizes)})
+    assert [i for bucket in found for i in bucket] == list(range(len(sizes)))
     limit = min(buckets_of.BUCKET_BYTES, 4 * sum(sizes) // 8)
-    for bucket in filled:
+    for bucket in found:
         assert len(bucket) == 1 or sum(4 * sizes[i] for i in bucket) <= limit
 
 
