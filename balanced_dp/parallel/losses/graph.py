@@ -75,7 +75,6 @@ class Term:
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: its node on each replica; empty for a cross entropy.
         own: its cross entropy on each replica; empty if it is another term.
-        outside: the same sum with the divisor of its entries outside; None if nothing divides them.
     """
 
     factors: Sequence[float]
@@ -87,7 +86,6 @@ class Term:
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     own: Sequence[Counted] = ()
-    outside: Term | None = None
 
 
 def terms_of(
@@ -133,7 +131,7 @@ def terms_of(
                 if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[0])):
                     raise UnclearError("the number of its entries does not follow that of samples")
                 term = replace(term, kind=kind, counts=counts, nodes=nodes)
-                found.append(replace(term, outside=_divided(term)))
+                found.append(_divided(term) or term)
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
     return found

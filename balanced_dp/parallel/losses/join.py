@@ -269,11 +269,6 @@ class Call:
             UnclearError: it is divided by something else.
         """
         sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
-        if outside := term.outside:
-            if len({*sizes}) > 1 or outside.divisors or not are_equal(outside.factors):
-                return self._weights_of_sum(outside, (place, "outside"))
-            with contextlib.suppress(UnclearError):  # in chunks of one size few numbers are counts
-                return self._weights_of_sum(outside, (place, "outside"))
         if term.scales and max(sizes) == 1:
             raise UnclearError("one sample does not show whether its number divides it")
         if not term.divisors:  # Python's numbers are looked at in each call
