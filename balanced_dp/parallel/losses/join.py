@@ -192,8 +192,7 @@ class Call:
         # Some are multiplied by 0, as parameters that must have a gradient.
         terms = [term for term in terms if any(term.factors)]
         for i, term in enumerate(terms):
-            products = [1, *(abs(f * n) for f, n in zip(term.factors, sizes, strict=True))]
-            is_divided = term.kind == "weights" and term.numbers and are_equal(products)
+            is_divided = term.kind == "weights" and self._are_divided(term, sizes)
             place = (key, len(terms), i, self._form)
             if term.kind == "constant":
                 continue  # most often the 0 that a loop starts from, and it has no gradient
