@@ -14,7 +14,7 @@ from ..devices import is_symbolic
 from ..errors import GatherError
 from . import nested
 from .losses.join import Call, is_loss
-from .losses.weights import moved, total
+from .losses.weights import joined, moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class Gather:
         # A tensor with one entry for several samples counts as a number, then and later.
         is_number = max(sizes) > 1 or self.call.has_joined(path)
         if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 and is_number):
-            joined = self._number([t.reshape(()) if t.dim() else t for t in tensors], path)
-            return joined if joined.dim() else joined.reshape(first.shape)
+            number = self._number([t.reshape(()) if t.dim() else t for t in tensors], path)
+            return number if number.dim() else number.reshape(first.shape)
         rank = max(map(len, shapes))
         dim = self.call.dim + rank * (self.call.dim < 0)
         # squeeze() has removed the batch dimension of a chunk of one sample.
@@ -146,7 +146,7 @@ class Gather:
                 self.call.warn(path, reason, "Return rows, with squeeze(-1) and not squeeze()")
             if is_same:
                 return numbers[0]
-        return total(numbers, self.device)
+        return joined(numbers, None, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
         """Return the dimension along which tensors are concatenated."""

@@ -27,11 +27,6 @@ Weights = Sequence[Any] | None
 """The weight of each replica in a mean, a number or a 0-dim tensor; None for sums, which add up."""
 
 
-def total(tensors: Tensors, device: torch.device) -> Tensor:
-    """Return the sum of tensors of one shape, on ``device``."""
-    return functools.reduce(torch.add, moved(tensors, device))
-
-
 def joined(
     tensors: Tensors, weights: Weights, device: torch.device, if_empty: float = math.nan
 ) -> Tensor:
@@ -45,7 +40,7 @@ def joined(
         if_empty: the weights if all are 0.
     """
     if weights is None:
-        return total(tensors, device)
+        return functools.reduce(torch.add, moved(tensors, device))
     means = torch.stack(moved(tensors, device))
     # torch.full, because other ways copy numbers from the host, and wait.
     numbers = (w if isinstance(w, Tensor) else torch.full((), w, device=device) for w in weights)
