@@ -91,7 +91,7 @@ class BalancedCriterion(nn.Module):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
         replicas = self._replicator.replicate(self.criterion, devices)
-        options = dim, self.broadcast, self.split, self._history.warned
+        options = dim, self.broadcast, self.split, self._history.seen
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
         call = Call(self._history, self._function, devices, sizes, dim, "auto", self.loss_weight)
         with self._replicator.running(self.criterion, replicas):

@@ -227,7 +227,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 return joined
 
     def _inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        options = self.dim, self.broadcast, self.split_inputs, self._history.warned
+        options = self.dim, self.broadcast, self.split_inputs, self._history.seen
         return Inputs(self.module.forward, inputs, kwargs, *options)
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -117,7 +117,7 @@ class PerDevice(Scattered):
         """
         check_options(scalar_outputs)
         call = replace(self._call, function=function, scalar_outputs=scalar_outputs)
-        inputs = Inputs(function, (self, *args), kwargs, self.dim, warned=call.history.warned)
+        inputs = Inputs(function, (self, *args), kwargs, self.dim, warned=call.history.seen)
         return self._run([function] * len(self), inputs, call)
 
     def _run(

@@ -55,15 +55,13 @@ class OutputHistory:
             form of the call. None if only the graph tells.
         fits: by the place of a term in an output, whether the tensor that divides or multiplies it
             was its count.
-        seen: functions and cross entropies, which are looked at once, and outputs that were joined
-            as numbers.
-        warned: the outputs, as a warning calls them, and names of inputs that were warned of.
+        seen: functions and cross entropies, which are looked at once, outputs that were joined as
+            numbers, and what was warned of: paths of inputs, and outputs as a warning calls them.
     """
 
     plans: dict[Any, Any] = field(default_factory=dict)
     fits: dict[Any, bool] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
-    warned: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
         return OutputHistory, ()  # a copy of the model has its own
@@ -364,8 +362,8 @@ class Call:
         what = "the result" if path is None else f"output {path or '(the whole)'}"
         what = f"{what} of {nested.described(self.function)}"
         key = what if torch.is_grad_enabled() else f"{what} without gradients"
-        if not self.history.warned & {what, key}:
-            self.history.warned.add(key)
+        if not self.history.seen & {what, key}:
+            self.history.seen.add(key)
             warn(
                 f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
                 "model.check(batch) shows by how much"
