@@ -396,13 +396,11 @@ class Call:
         sizes, seen = self.chunk_sizes, self.history.seen
         if not torch.is_grad_enabled() or self._code in seen or len(set(sizes)) < 2:
             return
-        # A third one tells shapes that follow the samples from those that vary with the data.
-        chosen = sorted({sizes.index(min(sizes)), sizes.index(max(sizes)), len(sizes) - 1})
-        leaves = zip(*(nested.tensors(outputs[i]) for i in chosen), strict=False)
+        leaves = zip(*map(nested.tensors, outputs), strict=False)
         found = [own for own in leaves if all(one.grad_fn for one in own)]
         if found:
             seen.add(self._code)
-        how = how_samples_mix(found, [sizes[i] for i in chosen])
+        how = how_samples_mix(found, sizes)
         if how and not is_symbolic(found[0][0].device):
             reason = f"{how}, so each device uses only its own chunk"
             self.warn(None, reason, "Compute it outside, from gathered outputs")
