@@ -13,7 +13,7 @@ from torch import Tensor
 from ..devices import is_symbolic
 from ..errors import GatherError
 from . import nested
-from .losses.join import Call, is_loss
+from .losses.join import Call, has_means
 from .losses.weights import joined, moved
 
 
@@ -112,9 +112,7 @@ class Gather:
         if len(tensors) == 1 and (first.dim() or how != "stack" or len(sizes) > 1):
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}
-        # A tensor with one entry for several samples counts as a number, then and later.
-        is_number = max(sizes) > 1 or self.call.has_joined(path)
-        if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 and is_number):
+        if len(shapes) == 1 and self.call.is_number(first, path):
             number = self._number([t.reshape(()) if t.dim() else t for t in tensors], path)
             return number if number.dim() else number.reshape(first.shape)
         rank = max(map(len, shapes))
@@ -134,7 +132,7 @@ class Gather:
 
     def _number(self, numbers: Sequence[Tensor], path: str) -> Tensor:
         how = self.call.scalar_outputs
-        if how not in ("stack", "sum") and all(map(is_loss, numbers)):
+        if how not in ("stack", "sum") and all(map(has_means, numbers)):
             return self.call.join(numbers, path, self.device)
         numbers = moved(numbers, self.device)
         if how == "stack":

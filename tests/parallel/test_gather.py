@@ -231,14 +231,14 @@ def test_a_tuple_that_holds_outputs(item, num):
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("gather", [True, False])
 def test_a_loss_may_have_dimensions(shape, gather):
-    """Left on the devices, it was averaged by samples."""
+    """Left on the devices, it was averaged by samples, and not joined in a last batch."""
     y = torch.tensor([-100, -100, 1, -100, -100, 0, 2, 1, 2, 0, 1, 2])
     model = split(lambda _, x: functional.cross_entropy(x, y[x[:, 0].long()]).view(shape), None)
     model.gathers_outputs = gather
-    x = torch.cat([torch.arange(12.0)[:, None], torch.rand(12, 2)], 1)
-    found = model(x)
-    torch.testing.assert_close(found if gather else found[1], model.module(x))
-    torch.testing.assert_close(found if gather else found.gather(), model.module(x))
+    rows = torch.cat([torch.arange(12.0)[:, None], torch.rand(12, 2)], 1)
+    for x in (rows, rows[:3]):  # one sample for each device
+        for one in [model(x)] if gather else [model(x)[1], model(x).gather()]:
+            torch.testing.assert_close(one, model.module(x))
 
 
 # The remedy of each error and warning.

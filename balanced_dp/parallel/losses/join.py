@@ -136,9 +136,14 @@ class Call:
         # If nothing counts, a mean may still be 0 / 1.
         return sum(parts, joined(outputs, weights, device, if_empty=1))
 
-    def has_joined(self, name: str) -> bool:
-        """Return whether an output was joined as a number in an earlier call."""
-        return (self._code, name) in self.history.seen
+    def is_number(self, tensor: Tensor, name: str) -> bool:
+        """Return whether an output of the first replica is a number, and not a row of one sample.
+
+        A tensor with one entry for several samples counts as a number, then and later.
+        """
+        is_of_several = max(self.chunk_sizes, default=0) > 1
+        has_been = (self._code, name) in self.history.seen
+        return not tensor.dim() or (tensor.numel() == 1 and (is_of_several or has_been))
 
     def _plan(self, outputs: Tensors, key: Any) -> tuple[Weights, Sequence[Term]]:
         """Return the weights of an output, and the cross entropies that have weights of their own.
@@ -376,8 +381,8 @@ class Call:
         """
         if self.scalar_outputs != "auto" or len(outputs) < 2:
             return outputs
-        most = max(self.chunk_sizes, default=0)
-        losses = [{n: v for n, v in nested.leaves(o) if is_loss(v, most)} for o in outputs]
+        leaves = [[(n, v) for n, v in nested.leaves(o) if has_means(v)] for o in outputs]
+        losses = [{n: v for n, v in own if self.is_number(v, n)} for own in leaves]
         values = {
             name: self.join([own[name].reshape(()) for own in losses], name, device).view_as(value)
             for name, value in losses[0].items()
@@ -412,17 +417,9 @@ class Call:
         return getattr(function, "__code__", id(function))
 
 
-def is_loss(value: object, num_samples: int = 0) -> TypeGuard[Tensor]:
-    """Return whether a value is one number of a type that has means, as losses are.
-
-    A tensor with one entry in one dimension or more counts only for several samples.
-    """
-    return (
-        isinstance(value, Tensor)
-        and value.numel() == 1
-        and (not value.dim() or num_samples > 1)
-        and (value.is_floating_point() or value.is_complex())
-    )
+def has_means(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor of a type that has means, as losses are."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
