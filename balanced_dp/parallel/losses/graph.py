@@ -70,8 +70,7 @@ class Term:
         scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
         divisors: a tensor of each replica, with one entry and no graph, that also divides it.
         multipliers: such a tensor that also multiplies it.
-        kind: ``"mean"``, ``"sum"``, ``"weights"`` if it is computed from parameters alone, or
-            ``"constant"`` if it is a number without a graph.
+        kind: ``"mean"``, ``"sum"``, or ``"weights"`` if it is computed from parameters alone.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: its node on each replica; empty for a cross entropy.
         own: its cross entropy on each replica; empty if it is another term.
@@ -91,7 +90,7 @@ class Term:
 def terms_of(
     losses: Sequence[Tensor], sizes: Sequence[int], dim: int, counted: Mapping[Any, Counted]
 ) -> list[Term]:
-    """Return the terms of which a loss is the sum.
+    """Return the terms of which a loss is the sum, without numbers that have no graph.
 
     Args:
         losses: the loss of each replica.
@@ -104,15 +103,17 @@ def terms_of(
     """
     if any(loss.grad_fn is None for loss in losses):
         raise UnclearError("it has no graph")
-    found = []
+    found, has_number = list[Term](), False
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
     stack = [(start, Term([1.0] * len(losses)))]
     with looking_at_nodes:
         while stack:
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
+            if not any(term.factors):
+                continue  # multiplied by 0, as parameters that must have a gradient
             if not any(nodes):
-                found.append(replace(term, kind="constant"))
+                has_number = True  # most often the 0 that a loop starts from
             elif all(map(is_parameter, nodes)):
                 found.append(term)
             elif len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
@@ -134,6 +135,8 @@ def terms_of(
                 found.append(_divided(term) or term)
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
+    if has_number and all(term.kind == "weights" for term in found):
+        raise UnclearError("no mean or sum over samples was found in it")
     return found
 
 

@@ -192,13 +192,9 @@ class Call:
         """
         sizes = self.chunk_sizes
         means, found = [], set[Weights]()
-        # Some are multiplied by 0, as parameters that must have a gradient.
-        terms = [term for term in terms if any(term.factors)]
         for i, term in enumerate(terms):
             is_divided = term.kind == "weights" and self._are_divided(term, sizes)
             place = (key, len(terms), i, self._form)
-            if term.kind == "constant":
-                continue  # most often the 0 that a loop starts from, and it has no gradient
             if self._is_normalized(term, place):
                 raise UnclearError("its entries have weights that each device normalizes")
             if term.multipliers:
@@ -215,10 +211,7 @@ class Call:
                 found.add(self._weights_of_mean(term.counts))
         if len(found) > 1:
             raise UnclearError("its means and sums have different weights")
-        kinds = {term.kind for term in terms}
-        if "constant" in kinds and not (found or means):
-            raise UnclearError("no mean or sum over samples was found in it")
-        if None in found and "weights" in kinds:
+        if None in found and any(term.kind == "weights" for term in terms):
             raise UnclearError("a term independent of samples is added to a sum")
         return (found.pop() if found else sizes), means
 
