@@ -90,9 +90,10 @@ class Gather:
         shapes = [o.shape for o in lists[0] if isinstance(o, Tensor)]
         # A tuple of lists of tensors, such as (features, ids), holds outputs, as for torch, and so
         # does one of a loss and rows, or of states of an RNN, with samples in another dimension.
-        are_outputs = all(isinstance(o, list) for o in lists[0]) or len({*map(len, shapes)}) > 1
+        are_outputs = all(isinstance(o, list) for o in lists[0])
         are_outputs |= bool(shapes) and all(sizes[0] in shape for shape in shapes)
-        if isinstance(lists[0], tuple) and lengths and are_outputs:
+        are_outputs &= isinstance(lists[0], tuple)
+        if lengths and (are_outputs or len({*map(len, shapes)}) > 1):
             return False
         are_items = {sizes[0]} in lengths or (bool(lengths) and not any(lengths))
         # A list of one item is one output, but a list of one dictionary may be one detection.

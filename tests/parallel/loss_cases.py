@@ -298,6 +298,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
     "entries by their number": lambda n, x, o: (o.square() / o.numel()).sum(),
+    "rows by length, negated": lambda n, x, o: -(-0.1 * (rows(o) / len(x))).sum(),
+    "rows by 1 / length": lambda n, x, o: (1 / len(x) * rows(o)).sum(),
+    "summed twice": lambda n, x, o, mask: (o * mask[:, None] / mask.sum()).sum(1).sum(),
     "rows by their mask": lambda n, x, o, mask: (rows(o) * mask / mask.sum()).sum(),
     "tokens by their mask": lambda n, x, o, token_mask: (
         (n.tokens(x).square().mean(-1) * token_mask).sum(1) / token_mask.sum()
@@ -422,6 +425,9 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     ),
     "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
     "weights of mean 1": lambda n, x, o, weight: (rows(o) * (weight / weight.mean())).mean(),
+    "means of steps": lambda n, x, o, growing: (
+        n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].mean((0, 2)).square().sum()
+    ),
     "row of one sample": lambda n, x, o, y: n.head.weight[y[:1]].sum(),
 }
 """What is computed from samples in other ways, and warned of, also where it is exact."""

@@ -228,6 +228,11 @@ def test_a_tuple_that_holds_outputs(item, num):
     assert len(model(torch.arange(16.0).view(8, 2).requires_grad_())) == num
 
 
+def test_a_list_of_a_loss_and_rows():
+    x = torch.ones(8, 2, requires_grad=True)
+    assert len(split(lambda _, x: [x.mean(), x], None)(x)[1]) == 8
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("gather", [True, False])
 def test_a_loss_may_have_dimensions(shape, gather):

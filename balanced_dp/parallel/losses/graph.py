@@ -49,6 +49,9 @@ _OF_WEIGHTS = re.compile(
 )
 """Operators of penalties and learned factors. No tensor of samples is hidden in them."""
 
+_SCALES = re.compile(rf"{_KEEPS.pattern}|Neg|Mul|Div")
+"""Operators that may multiply all entries of a tensor by a number."""
+
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
 
@@ -132,7 +135,7 @@ def terms_of(
                 if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[0])):
                     raise UnclearError("the number of its entries does not follow that of samples")
                 term = replace(term, kind=kind, counts=counts, nodes=nodes)
-                found.append(_divided(term) or term)
+                found.append(_divided(term, sizes) or term)
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
     if has_number and all(term.kind == "weights" for term in found):
@@ -140,27 +143,46 @@ def terms_of(
     return found
 
 
-def _divided(term: Term) -> Term | None:
-    """Return a sum of x / d as sum(x) / d, or None if a term is no such sum."""
-    if operator_name(term.nodes[0]) != "Sum":
-        return None
-    nodes = [node.next_functions[0][0] for node in term.nodes]
-    are_divided = {node.name() for node in nodes} == {"DivBackward0"}
-    inputs = _inputs(nodes, term) if are_divided else []
-    return next((replace(own, nodes=nodes) for _, own in inputs if own.scales == term.scales), None)
+def _divided(term: Term, sizes: Sequence[int]) -> Term | None:
+    """Return a sum of x / d as sum(x) / d, or None if nothing divides its entries.
+
+    In chunks of one size, a number divides them only if it is that of the samples or entries.
+
+    Raises:
+        UnclearError: a row divides the only entry, or a number divides the sum.
+    """
+    inner, nodes, is_scaled = term, term.nodes, operator_name(term.nodes[0]) == "Sum"
+    while is_scaled:
+        children = [next(child for child, _ in node.next_functions if child) for node in nodes]
+        is_one = len({(child.name(), len(child.next_functions)) for child in children}) == 1
+        is_scaled = is_one and bool(_SCALES.fullmatch(operator_name(children[0])))
+        inputs = _inputs(children, inner) if is_scaled else []
+        is_scaled = [own.scales == term.scales and not own.multipliers for _, own in inputs] == [
+            True
+        ]
+        if is_scaled:
+            nodes, inner = children, inputs[0][1]
+    if max(sizes) == 1 and any(divisor.dim() for divisor in inner.divisors):
+        raise UnclearError("one sample does not show whether its number divides it")
+    known = (sizes[0], term.counts[0])
+    are_counts = any(are_equal([1, abs(x) * n]) for x in inner.numbers for n in known)
+    is_divided = len({*sizes}) > 1 or inner.divisors or are_counts
+    return replace(inner, nodes=nodes) if is_divided else None
 
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     """Return how many entries an operator reduces on each replica; empty if no samples."""
-    node, size = edges[0][0], sizes[0]
-    inputs = _inputs_with_graph([node for node, _ in edges]) if _kind_of(node) else []
+    nodes, size = [node for node, _ in edges], sizes[0]
+    node = nodes[0]
+    inputs = _inputs_with_graph(nodes) if _kind_of(node) else []
     if not inputs:
         return []
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*edge) for edge in inputs[0]]
     if len({*map(tuple, inner)}) > 1:
         is_reducing = len({*map(tuple, outer)}) == 1
+        is_reducing = is_reducing and not _is_of_reduced(nodes, sizes, dim, "Mean")
     elif is_reducing := len({*sizes}) == 1 and _reduces(node, size, dim):
-        is_reducing = not _is_of_reduced(node, size, dim)
+        is_reducing = not _is_of_reduced(nodes, sizes, dim, "Mean", "Sum")
     elif _kind_of(node) == "mean" and math.prod(outer[0]) == 1:
         is_reducing = _is_of_selected(node)  # as many on each device
     sizes_of = zip(map(math.prod, inner), map(math.prod, outer), strict=True)
@@ -209,14 +231,17 @@ def _is_of_selected(node: Any) -> bool:
     return bool(names & {"Index", "IndexSelect", "MaskedSelect", "PackPaddedSequence"})
 
 
-def _is_of_reduced(node: Any, size: int, dim: int) -> bool:
+def _is_of_reduced(nodes: Sequence[Any], sizes: Sequence[int], dim: int, *kinds: str) -> bool:
     """Return whether entries are those of reduced samples, or several losses, and no samples."""
-    for child in _behind(node):
-        name, inputs = operator_name(child), [edge for edge in child.next_functions if edge[0]]
-        if name in ("Mean", "Sum") and _reduces(child, size, dim):
-            return True
-        are_numbers = [math.prod(shape_of(*edge)) == 1 for edge in inputs]
-        if name in ("Stack", "Cat", "CopySlices") and any(are_numbers):
+    is_even = len({*sizes}) == 1
+    for own in zip(*map(_behind, nodes), strict=False):
+        name, inputs = operator_name(own[0]), _inputs_with_graph(own)
+        if name in kinds and inputs:
+            is_shrunk = _axes(inputs[0], sizes) and not _axes([(node, 0) for node in own], sizes)
+            if _reduces(own[0], sizes[0], dim) if is_even else is_shrunk:
+                return True
+        are_numbers = [math.prod(shape_of(*edges[0])) == 1 for edges in inputs]
+        if is_even and name in ("Stack", "Cat", "CopySlices") and any(are_numbers):
             return True
     return False
 
