@@ -28,11 +28,6 @@ def test_versions():
     assert done.stdout == f"balanced-dp {balanced_dp.__version__}, {versions}\n"
 
 
-def test_the_version_is_in_the_changelog():
-    text = (Path(__file__).parents[2] / "CHANGELOG.md").read_text("utf-8")
-    assert f"## [{balanced_dp.__version__}] - " in text
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [

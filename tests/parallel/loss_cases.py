@@ -223,6 +223,7 @@ EXACT: dict[str, Callable[..., Any]] = {
         .mean()
     ),
     "a number less a mean": lambda n, x, o, real: 3 - 2 * F.mse_loss(o, real),
+    "soft targets": lambda n, x, o, real: (o * real.softmax(1)).sum(1).mean(),
     "cosine similarity": lambda n, x, o, real: 1 - F.cosine_similarity(o, real).mean(),
     "stacked by sample": lambda n, x, o, y: torch.stack(
         [F.cross_entropy(row, label) for row, label in zip(o, y, strict=True)]
@@ -238,7 +239,6 @@ EXACT: dict[str, Callable[..., Any]] = {
         - 0.5 * torch.sum(1 + o - o.square() - o.exp())
     ),
     "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
-    "sum times 1 / length": lambda n, x, o, real: (o - real).square().sum() * (1 / x.size(0)),
     "sum by a number": lambda n, x, o, ignored, num_items: summed(o, ignored) / num_items,
     "sum by a tensor": lambda n, x, o, ignored, items_tensor: summed(o, ignored) / items_tensor,
     # Means over what counts.
@@ -301,7 +301,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "rows by length, negated": lambda n, x, o: -(-0.1 * (rows(o) / len(x))).sum(),
     "rows by 1 / length": lambda n, x, o: (1 / len(x) * rows(o)).sum(),
     "summed twice": lambda n, x, o, mask: (o * mask[:, None] / mask.sum()).sum(1).sum(),
-    "rows by their mask": lambda n, x, o, mask: (rows(o) * mask / mask.sum()).sum(),
     "tokens by their mask": lambda n, x, o, token_mask: (
         (n.tokens(x).square().mean(-1) * token_mask).sum(1) / token_mask.sum()
     ).sum(),
@@ -309,7 +308,7 @@ EXACT: dict[str, Callable[..., Any]] = {
         masked_mean(rows(o), mask) + 0.3 * masked_mean(rows(o).square(), mask)
     ),
     "minus half a sum": lambda n, x, o: -0.5 * o.square().sum(),
-    "rows by an empty mask": lambda n, x, o, holes: (rows(o) * holes / holes.sum()).sum(),
+    "divided by an empty mask": lambda n, x, o, holes: (rows(o) * holes / holes.sum()).sum(),
     # Not linear in means and sums.
     "mean in a checkpoint": lambda n, x, o, real: checkpoint(
         lambda o: 2 * F.mse_loss(o, real), o, use_reentrant=False, preserve_rng_state=False
