@@ -149,19 +149,19 @@ def _divided(term: Term, sizes: Sequence[int]) -> Term | None:
     In chunks of one size, a number divides them only if it is that of the samples or entries.
 
     Raises:
-        UnclearError: a row divides the only entry, or a number divides the sum.
+        UnclearError: in chunks of one sample, a row divides the entries.
     """
-    inner, nodes, is_scaled = term, term.nodes, operator_name(term.nodes[0]) == "Sum"
-    while is_scaled:
+    if operator_name(term.nodes[0]) != "Sum":
+        return None
+    inner, nodes = term, term.nodes
+    while True:
         children = [next(child for child, _ in node.next_functions if child) for node in nodes]
-        is_one = len({(child.name(), len(child.next_functions)) for child in children}) == 1
-        is_scaled = is_one and bool(_SCALES.fullmatch(operator_name(children[0])))
-        inputs = _inputs(children, inner) if is_scaled else []
-        is_scaled = [own.scales == term.scales and not own.multipliers for _, own in inputs] == [
-            True
-        ]
-        if is_scaled:
-            nodes, inner = children, inputs[0][1]
+        are_alike = len({(child.name(), len(child.next_functions)) for child in children}) == 1
+        is_scale = are_alike and _SCALES.fullmatch(operator_name(children[0]))
+        inputs = _inputs(children, inner) if is_scale else []
+        if len(inputs) != 1 or inputs[0][1].multipliers or inputs[0][1].scales != term.scales:
+            break
+        nodes, inner = children, inputs[0][1]
     if max(sizes) == 1 and any(divisor.dim() for divisor in inner.divisors):
         raise UnclearError("one sample does not show whether its number divides it")
     known = (sizes[0], term.counts[0])
