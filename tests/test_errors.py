@@ -83,13 +83,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         )
     ),
     (lambda: opened(emulate_devices, 129), VALUE, "is 129, but torch has at most 128"),
-    *(
-        (partial(opened, emulate_devices, 2, memory=memory), error, message)
-        for memory, error, message in (
-            ("lots", VALUE, f"memory must be bytes or {UNITS}, got 'lots'"),
-            ([1, 2, 3], VALUE, "one for each of the 2 devices, got 3 sizes"),
-        )
-    ),
+    (lambda: opened(emulate_devices, 2, memory="lots"), VALUE, f"{UNITS}, got 'lots'"),
+    (lambda: opened(emulate_devices, 2, memory=[1, 2, 3]), VALUE, "of the 2 devices, got 3 sizes"),
     *(
         (partial(parse_bytes, x, "reserve"), VALUE, f"reserve must be bytes or {UNITS}, got {x!r}")
         for x in (*NO_SIZES.split("|"), True, None, -1)

@@ -226,9 +226,6 @@ def test_a_tuple_that_holds_outputs(item, num):
     """
     model = split(lambda _, x: tuple(item(x.repeat(4, i + 1)) for i in (0, 1)), None)
     assert len(model(torch.arange(16.0).view(8, 2).requires_grad_())) == num
-
-
-def test_a_list_of_a_loss_and_rows():
     assert len(split(lambda _, x: [x.mean(), x], None)(nn.Parameter(torch.ones(8, 2)))[1]) == 8
 
 

@@ -534,6 +534,12 @@ def test_a_mask_with_one_sample_on_each_device():
     torch.testing.assert_close(model(X, y=y), bare(X, y=y))
 
 
+def test_a_metric_whose_graph_is_freed():
+    """Reading what it had saved ended the call."""
+    model, bare = make(lambda n, x, o: torch.autograd.grad(m := (o * x[:, :1]).mean(), o) and m)
+    torch.testing.assert_close(model(X), bare(X))
+
+
 def test_a_complex_mean():
     model, bare = make(lambda n, x, o: (torch.complex(rows(o), rows(o)) * (x[:, 0] + 1j)).mean())
     torch.testing.assert_close(model(X), bare(X))

@@ -236,9 +236,11 @@ def _is_of_reduced(nodes: Sequence[Any], sizes: Sequence[int], dim: int, *kinds:
     is_even = len({*sizes}) == 1
     for own in zip(*map(_behind, nodes), strict=False):
         name, inputs = operator_name(own[0]), _inputs_with_graph(own)
-        if name in kinds and inputs:
-            is_shrunk = _axes(inputs[0], sizes) and not _axes([(node, 0) for node in own], sizes)
-            if _reduces(own[0], sizes[0], dim) if is_even else is_shrunk:
+        if name in kinds and is_even and _reduces(own[0], sizes[0], dim):
+            return True
+        if name in kinds and not is_even and inputs:
+            before, after = _axes(inputs[0], sizes), _axes([(node, 0) for node in own], sizes)
+            if before and not after:
                 return True
         are_numbers = [math.prod(shape_of(*edges[0])) == 1 for edges in inputs]
         if is_even and name in ("Stack", "Cat", "CopySlices") and any(are_numbers):
@@ -345,7 +347,7 @@ def masks_behind(nodes: Sequence[Any], dim: int) -> list[Tensor]:
     Of cross entropies without a reduction it is the mask of the targets that are not ignored. It is
     empty if there is none on some of them.
     """
-    masks = []
+    masks = list[Tensor]()
     for node in nodes:
         behind, number = next(edge for edge in node.next_functions if edge[0])
         while operator_name(behind) in ("View", "Sum"):
@@ -355,14 +357,22 @@ def masks_behind(nodes: Sequence[Any], dim: int) -> list[Tensor]:
             saved = [_saved(behind, "target") != _signed(behind._saved_ignore_index)]
         shape = tuple(shape_of(behind, number))
         saved = [one for one in saved if _is_data(one) and one.dim() == len(shape)]
-        masks += [one for one in saved if one.shape[: dim + 1] == shape[: dim + 1]][:1]
-    return masks if len(masks) == len(nodes) else []
+        fitting = [one for one in saved if one.shape[: dim + 1] == shape[: dim + 1]]
+        if not fitting:
+            return []
+        masks.append(fitting[0])
+    return masks
 
 
 def _saved(node: Any, name: str) -> Any:
-    """Return a tensor or number that autograd saved; None if a checkpoint would compute it anew."""
-    is_hooked = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
-    return None if is_hooked else getattr(node, f"_saved_{name}", None)
+    """Return a tensor or number that autograd saved.
+
+    It is None if a checkpoint would compute it anew, or if it was freed or modified in place.
+    """
+    with contextlib.suppress(RuntimeError):
+        is_hooked = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
+        return None if is_hooked else getattr(node, f"_saved_{name}", None)
+    return None
 
 
 def _is_data(saved: object) -> TypeGuard[Tensor]:
