@@ -266,6 +266,16 @@ def test_weights_on_their_way_when_a_call_raised(where, is_shared, monkeypatch, 
             torch.ones_like(parameter, device=device)
 
 
+def test_shared_weights_on_another_stream(stand_in):
+    """The second call waits for the copies that the first has made."""
+    devices = stand_in.devices[:2]
+    model = BalancedDataParallel(1, mlp().to(devices[0]), devices)
+    with torch.no_grad(), model.shared_weights():
+        model(make_batch()[0])
+        with torch.get_device_module(devices[1]).stream(torch.Stream(devices[1])):
+            model(make_batch()[0])
+
+
 # Dynamo reads it of whatever it compiles for.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_functions_are_compiled_once(stand_in):
