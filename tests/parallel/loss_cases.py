@@ -70,7 +70,7 @@ GIVEN: dict[str, Any] = {
     "token_mask": (_random(BATCH, LENGTH) > 0.4).double() * (INDEX != 1)[:, None],
     "num_items": 8,
     "lengths": 1 + Y.clamp(max=LENGTH - 1),
-    "items_tensor": torch.tensor(8),
+    "items": torch.tensor(8),
 }
 """What losses are given, by the names of their parameters."""
 
@@ -164,7 +164,6 @@ def gradient(net: Net, x: Tensor) -> Tensor:
 
 PENALTIES: dict[str, Callable[[Net], Any]] = {
     "penalty": lambda n: sum(p.square().sum() for p in n.parameters()),
-    "norms of weights": lambda n: sum(p.norm() for p in n.parameters()),
     "singular values": lambda n: torch.linalg.svdvals(n.head.weight).std(),
     "half a norm": lambda n: (n.head.weight / 2).norm(),
     "softplus by hand": lambda n: n.ones.exp().log1p().sum(),
@@ -240,7 +239,10 @@ EXACT: dict[str, Callable[..., Any]] = {
     ),
     "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
     "sum by a number": lambda n, x, o, ignored, num_items: summed(o, ignored) / num_items,
-    "sum by a tensor": lambda n, x, o, ignored, items_tensor: summed(o, ignored) / items_tensor,
+    "by tensors": lambda n, x, o, ignored, items: summed(o, ignored) / items + items * o.sum(),
+    "means by tensors": lambda n, x, o, ignored, items: (
+        F.cross_entropy(o, ignored) * items + rows(o).mean() / items
+    ),
     # Means over what counts.
     "cross entropy": lambda n, x, o, y: F.cross_entropy(o, y),
     "ignored": lambda n, x, o, ignored: F.cross_entropy(o, ignored),
@@ -336,6 +338,8 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     },
     # Once silently wrong, or an error; some are exact.
     "a tensor that is no count": lambda n, x, o: rows(o).sum() / torch.tensor(13.0),
+    "sum by an entry": lambda n, x, o, weight: rows(o).sum() / weight[0],
+    "mean by an entry": lambda n, x, o, weight: rows(o).mean() * weight[0],
     "penalty by length": lambda n, x, o: rows(o).mean() + n.scale.square() / len(x),
     "learned factor by length": lambda n, x, o: n.scale.exp() / len(x) * rows(o).sum(),
     "root of a penalty by length": lambda n, x, o: (

@@ -97,7 +97,6 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
     ("name", "reason"),
     [
         ("perplexity", "it uses Exp, not only means and sums"),
-        ("dice", "it uses Div, not only"),
         ("hits", "it has no graph. It is averaged over samples. Return its parts .* or rows"),
         ("sum by a mean", "it is divided by something other than its count"),
         ("sum and mean", "its means and sums have different weights"),

@@ -70,7 +70,7 @@ class Term:
     Attributes:
         factors: the number that multiplies the term on each replica.
         numbers: the numbers by which operators multiply it on the first replica, means left out.
-        scales: 0-dim tensors of each replica, computed from parameters, that also multiply it.
+        scales: tensors of each replica, from parameters or arguments, that also multiply it.
         divisors: a tensor of each replica, with one entry and no graph, that also divides it.
         multipliers: such a tensor that also multiplies it.
         kind: ``"mean"``, ``"sum"``, or ``"weights"`` if it is computed from parameters alone.

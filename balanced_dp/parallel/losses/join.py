@@ -21,7 +21,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -192,7 +192,7 @@ class Call:
         """
         sizes = self.chunk_sizes
         means, found = [], set[Weights]()
-        for i, term in enumerate(terms):
+        for i, term in enumerate(map(self._without_arguments, terms)):
             is_divided = term.kind == "weights" and self._are_divided(term, sizes)
             place = (key, len(terms), i, self._form)
             if self._is_normalized(term, place):
@@ -214,6 +214,18 @@ class Call:
         if None in found and any(term.kind == "weights" for term in terms):
             raise UnclearError("a term independent of samples is added to a sum")
         return (found.pop() if found else sizes), means
+
+    def _without_arguments(self, term: Term) -> Term:
+        """Return a term whose tensor is one of its scales if it is an argument of the call.
+
+        A sum keeps what divides it, and needs no scales.
+        """
+        is_sum, tensors = term.kind == "sum", term.multipliers or term.divisors
+        if not tensors or (is_sum and term.divisors) or not self._is_argument(tensors):
+            return term
+        own = term.multipliers or [1 / divisor for divisor in tensors]
+        scales = term.scales if is_sum else [*term.scales, own]
+        return replace(term, multipliers=(), divisors=(), scales=scales)
 
     def _is_times_count(self, term: Term, place: Any) -> bool:
         """Return whether a cross entropy is multiplied by its count, and so a sum.
@@ -418,7 +430,7 @@ def has_means(value: object) -> TypeGuard[Tensor]:
 def _is_same(divisor: Any, argument: Any) -> bool:
     """Return whether a divisor is an argument; two tensors are not read, as that would wait."""
     if isinstance(divisor, Tensor):
-        is_tensor = isinstance(argument, Tensor)
-        return is_tensor and divisor.untyped_storage()._cdata == argument.untyped_storage()._cdata
+        is_one = isinstance(argument, Tensor) and argument.numel() == 1
+        return is_one and divisor.untyped_storage()._cdata == argument.untyped_storage()._cdata
     is_number = isinstance(argument, Real) or (isinstance(argument, Tensor) and not argument.dim())
     return is_number and math.isclose(abs(divisor), float(argument), rel_tol=1e-6)
