@@ -222,7 +222,6 @@ EXACT: dict[str, Callable[..., Any]] = {
         .mean()
     ),
     "a number less a mean": lambda n, x, o, real: 3 - 2 * F.mse_loss(o, real),
-    "soft targets": lambda n, x, o, real: (o * real.softmax(1)).sum(1).mean(),
     "cosine similarity": lambda n, x, o, real: 1 - F.cosine_similarity(o, real).mean(),
     "stacked by sample": lambda n, x, o, y: torch.stack(
         [F.cross_entropy(row, label) for row, label in zip(o, y, strict=True)]
@@ -300,8 +299,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
     "entries by their number": lambda n, x, o: (o.square() / o.numel()).sum(),
-    "rows by length, negated": lambda n, x, o: -(-0.1 * (rows(o) / len(x))).sum(),
-    "rows by 1 / length": lambda n, x, o: (1 / len(x) * rows(o)).sum(),
+    "rows by a tensor, by length": lambda n, x, o, items: (rows(o) / items).sum() / len(x),
+    "rows by length": lambda n, x, o: (1 / len(x) * o).sum() - (-0.1 * (o / len(x))).sum(),
     "summed twice": lambda n, x, o, mask: (o * mask[:, None] / mask.sum()).sum(1).sum(),
     "tokens by their mask": lambda n, x, o, token_mask: (
         (n.tokens(x).square().mean(-1) * token_mask).sum(1) / token_mask.sum()
@@ -386,6 +385,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "sum by its length, times length": lambda n, x, o: (
         rows(o).sum() / torch.tensor(float(len(x))) * len(x)
     ),
+    "mean of rows times length": lambda n, x, o: (rows(o) * len(x)).mean(),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
     "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
     "several outputs": over_all,

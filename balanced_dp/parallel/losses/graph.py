@@ -146,12 +146,14 @@ def terms_of(
 def _divided(term: Term, sizes: Sequence[int]) -> Term | None:
     """Return a sum of x / d as sum(x) / d, or None if nothing divides its entries.
 
-    In chunks of one size, a number divides them only if it is that of the samples or entries.
+    So is a mean, if d is a number. In chunks of one size, a number divides them only if it is that
+    of the samples or entries.
 
     Raises:
         UnclearError: in chunks of one sample, a row divides the entries.
     """
-    if operator_name(term.nodes[0]) != "Sum":
+    name = operator_name(term.nodes[0])
+    if name not in ("Sum", "Mean"):
         return None
     inner, nodes = term, term.nodes
     while True:
@@ -160,6 +162,8 @@ def _divided(term: Term, sizes: Sequence[int]) -> Term | None:
         is_scale = are_alike and _SCALES.fullmatch(operator_name(children[0]))
         inputs = _inputs(children, inner) if is_scale else []
         if len(inputs) != 1 or inputs[0][1].multipliers or inputs[0][1].scales != term.scales:
+            break
+        if name == "Mean" and inputs[0][1].divisors is not term.divisors:
             break
         nodes, inner = children, inputs[0][1]
     if max(sizes) == 1 and any(divisor.dim() for divisor in inner.divisors):

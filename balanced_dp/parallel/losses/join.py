@@ -216,15 +216,12 @@ class Call:
         return (found.pop() if found else sizes), means
 
     def _without_arguments(self, term: Term) -> Term:
-        """Return a term whose tensor is one of its scales if it is an argument of the call.
-
-        A sum keeps what divides it, and needs no scales.
-        """
-        is_sum, tensors = term.kind == "sum", term.multipliers or term.divisors
-        if not tensors or (is_sum and term.divisors) or not self._is_argument(tensors):
+        """Return a term without its tensors if they are an argument: a sum, or one more scale."""
+        tensors = term.multipliers or term.divisors
+        if not tensors or not self._is_argument(tensors):
             return term
         own = term.multipliers or [1 / divisor for divisor in tensors]
-        scales = term.scales if is_sum else [*term.scales, own]
+        scales = term.scales if term.kind == "sum" else [*term.scales, own]
         return replace(term, multipliers=(), divisors=(), scales=scales)
 
     def _is_times_count(self, term: Term, place: Any) -> bool:
