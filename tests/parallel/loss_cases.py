@@ -70,7 +70,7 @@ GIVEN: dict[str, Any] = {
     "token_mask": (_random(BATCH, LENGTH) > 0.4).double() * (INDEX != 1)[:, None],
     "num_items": 8,
     "lengths": 1 + Y.clamp(max=LENGTH - 1),
-    "items": torch.tensor(8),
+    "items": torch.tensor(7),
 }
 """What losses are given, by the names of their parameters."""
 

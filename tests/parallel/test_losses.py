@@ -102,7 +102,6 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
         ("sum and mean", "its means and sums have different weights"),
         ("sum and penalty", "a term independent of samples is added to a sum"),
         ("mean times length", "the replicas may multiply a term by different numbers"),
-        ("normalized weights", "its entries have weights that each device normalizes"),
         ("branch", "the replicas computed it differently, as by a branch"),
         ("balanced cross entropy", "the weights of its classes differ between the devices"),
     ],
@@ -537,6 +536,12 @@ def test_a_metric_whose_graph_is_freed():
     """Reading what it had saved ended the call."""
     model, bare = make(lambda n, x, o: torch.autograd.grad(m := (o * x[:, :1]).mean(), o) and m)
     torch.testing.assert_close(model(X), bare(X))
+
+
+def test_a_learned_factor_in_half_precision():
+    """It was taken for one of Python's numbers, and read."""
+    model, _ = make(lambda n, x, o, y: functional.cross_entropy(o, y) * n.scale.half())
+    model(X, y=IGNORED)
 
 
 def test_a_complex_mean():

@@ -387,12 +387,12 @@ def _is_data(saved: object) -> TypeGuard[Tensor]:
 def _is_number(saved: object) -> bool:
     """Return whether autograd saved one of Python's numbers, maybe as a tensor.
 
-    Such a tensor has no say in the type of a result.
+    Such a tensor has no say in the type of a result, and never the smallest type itself.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)
     dtype = torch.half if saved.is_floating_point() else torch.int8
-    return torch.result_type(saved, torch.ones((), dtype=dtype)) == dtype
+    return torch.result_type(saved, torch.ones((), dtype=dtype)) == dtype != saved.dtype
 
 
 def are_equal(numbers: Sequence[float], rel_tol: float = 1e-9) -> bool:

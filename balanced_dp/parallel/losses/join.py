@@ -129,8 +129,8 @@ class Call:
         self._check_counted(name, [term.own for term in means])
         parts = []
         for term in means:
-            numbers = zip(term.own, term.factors, *term.scales, strict=True)
-            values = [math.prod(others, start=one.value) for one, *others in numbers]
+            numbers = zip(outputs, term.own, term.factors, *term.scales, strict=True)
+            values = [math.prod(own, start=one.value).to(o.dtype) for o, one, *own in numbers]
             outputs = [output - value for output, value in zip(outputs, values, strict=True)]
             parts.append(joined(values, counts_of(term.own), device))
         # If nothing counts, a mean may still be 0 / 1.
@@ -220,7 +220,7 @@ class Call:
         tensors = term.multipliers or term.divisors
         if not tensors or not self._is_argument(tensors):
             return term
-        own = term.multipliers or [1 / divisor for divisor in tensors]
+        own = term.multipliers or [1 / divisor.double() for divisor in tensors]
         scales = term.scales if term.kind == "sum" else [*term.scales, own]
         return replace(term, multipliers=(), divisors=(), scales=scales)
 
