@@ -238,7 +238,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     ),
     "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
     "sum by a number": lambda n, x, o, ignored, num_items: summed(o, ignored) / num_items,
-    "by tensors": lambda n, x, o, ignored, items: summed(o, ignored) / items + items * o.sum(),
+    "by tensors": lambda n, x, o, y, items: 0.9 * summed(o, y) / items + items * o.sum(),
     "means by tensors": lambda n, x, o, ignored, items: (
         F.cross_entropy(o, ignored) * items + rows(o).mean() / items
     ),

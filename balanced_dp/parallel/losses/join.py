@@ -216,8 +216,11 @@ class Call:
         return (found.pop() if found else sizes), means
 
     def _without_arguments(self, term: Term) -> Term:
-        """Return a term without its tensors if they are an argument: a sum, or one more scale."""
-        tensors = term.multipliers or term.divisors
+        """Return a term without its tensors if they are an argument: they are one more scale.
+
+        A sum needs none, and keeps what divides it.
+        """
+        tensors = term.multipliers or (term.divisors if term.kind != "sum" else ())
         if not tensors or not self._is_argument(tensors):
             return term
         own = term.multipliers or [1 / divisor.double() for divisor in tensors]
@@ -275,14 +278,15 @@ class Call:
         sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
         if term.scales and max(sizes) == 1:
             raise UnclearError("one sample does not show whether its number divides it")
-        if not term.divisors:  # Python's numbers are looked at in each call
+        is_given = bool(term.divisors) and self._is_argument(term.divisors)
+        if is_given or not term.divisors:  # Python's numbers are looked at in each call
             for numbers in (sizes, term.counts):
                 if numbers and self._are_divided(term, numbers):
                     if len({*numbers}) == 1 and numbers[0] <= 2:  # x / 2 is most often no mean
                         raise UnclearError("so few samples do not show if their number divides it")
                     return self._weights_of_mean(numbers)
             may_count = term.scales or not _NO_COUNTS.issuperset(term.numbers)
-            if are_equal(factors) and (len(set(sizes)) > 1 or not may_count):
+            if are_equal(factors) and (is_given or len(set(sizes)) > 1 or not may_count):
                 return None
         divisors: Sequence[Any] = term.divisors or [1 / (factor or math.nan) for factor in factors]
         if are_equal(factors) and self._is_argument(divisors):
