@@ -218,7 +218,7 @@ class Call:
     def _without_arguments(self, term: Term) -> Term:
         """Return a term without its tensors if they are an argument: they are one more scale.
 
-        A sum needs none, and keeps what divides it.
+        A sum needs no scales, and keeps what divides it.
         """
         tensors = term.multipliers or (term.divisors if term.kind != "sum" else ())
         if not tensors or not self._is_argument(tensors):
@@ -330,7 +330,7 @@ class Call:
         return is_count and not any(are_equal([products[0], other]) for other in others)
 
     def _is_argument(self, divisors: Sequence[Any]) -> bool:
-        """Return whether divisors are an argument of the call, as ``num_items_in_batch`` is."""
+        """Return whether divisors or factors are an argument, as ``num_items_in_batch`` is."""
         return any(
             all(_is_same(divisor, leaf) for divisor, (_, leaf) in zip(divisors, own, strict=True))
             for own in zip(*map(nested.leaves, self.arguments), strict=False)
@@ -429,7 +429,7 @@ def has_means(value: object) -> TypeGuard[Tensor]:
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
-    """Return whether a divisor is an argument; two tensors are not read, as that would wait."""
+    """Return whether a number is an argument; two tensors are not read, as that would wait."""
     if isinstance(divisor, Tensor):
         is_one = isinstance(argument, Tensor) and argument.numel() == 1
         return is_one and divisor.untyped_storage()._cdata == argument.untyped_storage()._cdata
