@@ -1,14 +1,15 @@
 r"""Read from autograd which means and sums over samples a loss is made of.
 
-A loss is followed from its node to the ones where the samples disappear, its *reductions*:
+A loss is followed from its node to the ones where the samples disappear, its *reductions*, and on
+to what computes their entries:
 
-    loss  <-  add  <-  div by 2  <-  mean  <- ...      numbers up to the mean and the sum,
-                  \                                     (n_i, C) behind them, for n_i samples
-                   neg  <-  sum  <- ...
+    loss  <-  add  <-  div by 2  <-  mean  <-  mul by 3  <-  pow
+                  \
+                   neg  <-  sum  <-  exp
 
-On the way they may only be added up and multiplied by Python's numbers. These are read on the host,
-so no call waits for a device, and nobody's code runs again. The graphs of the replicas are followed
-side by side, as they are alike but for the number of samples.
+On the way, terms may only be added up and multiplied by numbers. Those of Python are read on the
+host, so no call waits for a device, and nobody's code runs again. The graphs of the replicas are
+followed side by side: they are alike but for the number of samples in shapes.
 
 Beyond the reductions, ``how_samples_mix`` looks for operators that compute samples of a chunk from
 each other.
@@ -20,7 +21,7 @@ import contextlib
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, TypeGuard
@@ -49,9 +50,6 @@ _OF_WEIGHTS = re.compile(
 )
 """Operators of penalties and learned factors. No tensor of samples is hidden in them."""
 
-_SCALES = re.compile(rf"{_KEEPS.pattern}|Neg|Mul|Div")
-"""Operators that may multiply all entries of a tensor by a number."""
-
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
 
@@ -70,28 +68,34 @@ class Term:
     Attributes:
         factors: the number that multiplies the term on each replica.
         numbers: the numbers by which operators multiply it on the first replica, means left out.
-        scales: tensors of each replica, from parameters or arguments, that also multiply it.
+        scales: tensors of each replica that also multiply it, from parameters or arguments.
+        is_given: whether an argument is among them.
         divisors: a tensor of each replica, with one entry and no graph, that also divides it.
-        multipliers: such a tensor that also multiplies it.
         kind: ``"mean"``, ``"sum"``, or ``"weights"`` if it is computed from parameters alone.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: its node on each replica; empty for a cross entropy.
+        ends: what computes its entries on each replica.
         own: its cross entropy on each replica; empty if it is another term.
     """
 
     factors: Sequence[float]
     numbers: Sequence[float] = ()
     scales: Sequence[Sequence[Tensor]] = ()
+    is_given: bool = False
     divisors: Sequence[Tensor] = ()
-    multipliers: Sequence[Tensor] = ()
-    kind: str = "weights"
+    kind: str = ""
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
+    ends: Edges = ()
     own: Sequence[Counted] = ()
 
 
 def terms_of(
-    losses: Sequence[Tensor], sizes: Sequence[int], dim: int, counted: Mapping[Any, Counted]
+    losses: Sequence[Tensor],
+    sizes: Sequence[int],
+    dim: int,
+    counted: Mapping[Any, Counted],
+    is_argument: Callable[[Sequence[Tensor]], bool],
 ) -> list[Term]:
     """Return the terms of which a loss is the sum, without numbers that have no graph.
 
@@ -100,6 +104,7 @@ def terms_of(
         sizes: their chunk sizes.
         dim: the batch dimension.
         counted: cross entropies by their nodes.
+        is_argument: whether tensors of the replicas are an argument of the call.
 
     Raises:
         UnclearError: a loss is not such a sum.
@@ -113,29 +118,41 @@ def terms_of(
         while stack:
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
-            if not any(term.factors):
-                continue  # multiplied by 0, as parameters that must have a gradient
+            are_alike = len({n and (n.name(), len(n.next_functions)) for n in nodes}) == 1
             if not any(nodes):
-                has_number = True  # most often the 0 that a loop starts from
+                has_number |= not term.kind  # most often the 0 that a loop starts from
+            elif term.kind:
+                inner = replace(term, nodes=nodes)
+                inputs = _inputs(nodes, inner, is_argument) if are_alike else []
+                stack += inputs
+                if not inputs:
+                    found.append(replace(term, ends=edges))
+            elif not any(term.factors):
+                continue  # multiplied by 0, as parameters that must have a gradient
             elif all(map(is_parameter, nodes)):
-                found.append(term)
-            elif len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
+                found.append(replace(term, kind="weights"))
+            elif not are_alike:
                 raise UnclearError("the replicas computed it differently, as by a branch or loop")
             elif all(node in counted for node in nodes):
                 own = [counted[node] for node in nodes]
                 found.append(replace(term, kind=own[0].kind, own=own))
-            elif not (counts := _counts(edges, sizes, dim)) and (inputs := _inputs(nodes, term)):
+            elif not (counts := _counts(edges, sizes, dim)) and (
+                inputs := _inputs(nodes, term, is_argument)
+            ):
                 stack += inputs
             elif _is_of_weights(edges):
-                found.append(term)
+                found.append(replace(term, kind="weights"))
             elif counts:
-                kind = _kind_of(nodes[0])
-                if kind == "sum" and len({*sizes}) == 1 and _is_of_weights(edges, or_like=True):
+                kind, entries = _kind_of(nodes[0]), _inputs_with_graph(nodes)[0]
+                if kind == "sum" and len({*sizes}) == 1 and _is_of_weights(edges, or_data=True):
                     raise UnclearError("its entries may be weights rather than samples")
                 if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[0])):
                     raise UnclearError("the number of its entries does not follow that of samples")
-                term = replace(term, kind=kind, counts=counts, nodes=nodes)
-                found.append(_divided(term, sizes) or term)
+                term = replace(term, kind=kind, counts=counts, nodes=nodes, ends=entries)
+                if operator_name(nodes[0]) in ("Mean", "Sum"):
+                    stack.append((entries, term))
+                else:
+                    found.append(term)
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
     if has_number and all(term.kind == "weights" for term in found):
@@ -143,52 +160,20 @@ def terms_of(
     return found
 
 
-def _divided(term: Term, sizes: Sequence[int]) -> Term | None:
-    """Return a sum of x / d as sum(x) / d, or None if nothing divides its entries.
-
-    So is a mean, if d is a number. In chunks of one size, a number divides them only if it is that
-    of the samples or entries.
-
-    Raises:
-        UnclearError: in chunks of one sample, a row divides the entries.
-    """
-    name = operator_name(term.nodes[0])
-    if name not in ("Sum", "Mean"):
-        return None
-    inner, nodes = term, term.nodes
-    while True:
-        children = [next(child for child, _ in node.next_functions if child) for node in nodes]
-        are_alike = len({(child.name(), len(child.next_functions)) for child in children}) == 1
-        is_scale = are_alike and _SCALES.fullmatch(operator_name(children[0]))
-        inputs = _inputs(children, inner) if is_scale else []
-        if len(inputs) != 1 or inputs[0][1].multipliers or inputs[0][1].scales != term.scales:
-            break
-        if name == "Mean" and inputs[0][1].divisors is not term.divisors:
-            break
-        nodes, inner = children, inputs[0][1]
-    if max(sizes) == 1 and any(divisor.dim() for divisor in inner.divisors):
-        raise UnclearError("one sample does not show whether its number divides it")
-    known = (sizes[0], term.counts[0])
-    are_counts = any(are_equal([1, abs(x) * n]) for x in inner.numbers for n in known)
-    is_divided = len({*sizes}) > 1 or inner.divisors or are_counts
-    return replace(inner, nodes=nodes) if is_divided else None
-
-
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     """Return how many entries an operator reduces on each replica; empty if no samples."""
-    nodes, size = [node for node, _ in edges], sizes[0]
-    node = nodes[0]
-    inputs = _inputs_with_graph(nodes) if _kind_of(node) else []
+    nodes = [node for node, _ in edges]
+    inputs = _inputs_with_graph(nodes) if _kind_of(nodes[0]) else []
     if not inputs:
         return []
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*edge) for edge in inputs[0]]
-    if len({*map(tuple, inner)}) > 1:
-        is_reducing = len({*map(tuple, outer)}) == 1
-        is_reducing = is_reducing and not _is_of_reduced(nodes, sizes, dim, "Mean")
-    elif is_reducing := len({*sizes}) == 1 and _reduces(node, size, dim):
-        is_reducing = not _is_of_reduced(nodes, sizes, dim, "Mean", "Sum")
-    elif _kind_of(node) == "mean" and math.prod(outer[0]) == 1:
-        is_reducing = _is_of_selected(node)  # as many on each device
+    is_even, size = len({*sizes}) == 1, sizes[0]
+    is_reducing = len({*map(tuple, outer)}) == 1
+    if len({*map(tuple, inner)}) == 1:
+        # In chunks of other sizes, as many may be selected on each device.
+        is_mean_of_selected = _kind_of(nodes[0]) == "mean" and _is_of_selected(nodes[0])
+        is_reducing = _reduces(nodes[0], size, dim) if is_even else is_mean_of_selected
+    is_reducing = is_reducing and not _is_of_reduced(nodes, sizes, dim)
     sizes_of = zip(map(math.prod, inner), map(math.prod, outer), strict=True)
     return [num // (of_output or 1) for num, of_output in sizes_of] if is_reducing else []
 
@@ -196,25 +181,21 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
 def _reduces(node: Any, size: int, dim: int) -> bool:
     """Return whether an operator reduces the samples, in chunks of one size.
 
-    They are along ``dim`` if its length is a multiple of the chunk size, as that of all tokens is,
-    and otherwise along a dimension of the chunk size.
+    They are along ``dim`` if it has the chunk size, and otherwise along another dimension that
+    has, or along ``dim`` if its length is a multiple, as that of all tokens is.
 
     Raises:
-        UnclearError: they may as well be along another dimension.
+        UnclearError: they may be along several.
     """
     child, number = next(edge for edge in node.next_functions if edge[0])
     shape = shape_of(child, number)
     dims = [d % len(shape) for d in dims_of(node) if shape] or range(len(shape))
-    stacked = dims_of(child) if operator_name(child) == "Stack" else ()
-    if dim in stacked:  # several heads or steps, before the samples of each
-        return size in [shape[d] for d in dims if d not in stacked]
-    reduced = [shape[d] for d in dims]
-    kept = [n for d, n in enumerate(shape) if d not in dims]
-    length, is_along = [*shape[dim:][:1], 0][0], dim % max(len(shape), 1) in dims
-    others = shape if dim >= len(shape) else kept if is_along else reduced
-    if length != size and length % size == 0 and size in others:
+    axes = [d for d, n in enumerate(shape) if n == size or (d == dim and n and n % size == 0)]
+    axes = [dim] if [*shape[dim:][:1]] == [size] else axes
+    are_reduced = {axis in dims for axis in axes}
+    if len(are_reduced) > 1:
         raise UnclearError("chunks of one size do not show which dimension holds the samples")
-    return is_along if length and length % size == 0 else size in reduced
+    return are_reduced == {True}
 
 
 def _behind(node: Any, by_rows: bool = False) -> Iterator[Any]:
@@ -235,17 +216,16 @@ def _is_of_selected(node: Any) -> bool:
     return bool(names & {"Index", "IndexSelect", "MaskedSelect", "PackPaddedSequence"})
 
 
-def _is_of_reduced(nodes: Sequence[Any], sizes: Sequence[int], dim: int, *kinds: str) -> bool:
+def _is_of_reduced(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
     """Return whether entries are those of reduced samples, or several losses, and no samples."""
     is_even = len({*sizes}) == 1
     for own in zip(*map(_behind, nodes), strict=False):
         name, inputs = operator_name(own[0]), _inputs_with_graph(own)
-        if name in kinds and is_even and _reduces(own[0], sizes[0], dim):
+        before = _axes(inputs[0], sizes) if inputs and not is_even else []
+        if name == "Mean" and before and not _axes([(node, 0) for node in own], sizes):
             return True
-        if name in kinds and not is_even and inputs:
-            before, after = _axes(inputs[0], sizes), _axes([(node, 0) for node in own], sizes)
-            if before and not after:
-                return True
+        if is_even and name in ("Mean", "Sum") and _reduces(own[0], sizes[0], dim):
+            return True
         are_numbers = [math.prod(shape_of(*edges[0])) == 1 for edges in inputs]
         if is_even and name in ("Stack", "Cat", "CopySlices") and any(are_numbers):
             return True
@@ -257,11 +237,11 @@ def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
     return [own for own in inputs if all(child for child, _ in own)]
 
 
-def _is_of_weights(edges: Edges, or_like: bool = False) -> bool:
+def _is_of_weights(edges: Edges, or_data: bool = False) -> bool:
     """Return whether a value is computed from parameters and numbers alone, as a penalty is.
 
     So is one that the replicas share. Only operators count that never use samples; with
-    ``or_like``, also tensors without a graph that have the shape of weights.
+    ``or_data``, tensors without a graph may be among their inputs.
     """
     stack, seen = [edges], set[Any]()
     while stack:
@@ -271,24 +251,17 @@ def _is_of_weights(edges: Edges, or_like: bool = False) -> bool:
         if nodes[0] in seen or is_shared or all(map(is_parameter, nodes)):
             continue
         seen.add(nodes[0])
-        name = operator_name(nodes[0])
-        # Numbers may be of samples, which have no graph themselves.
+        name, inputs = operator_name(nodes[0]), [node.next_functions for node in nodes]
         numbers = [_multipliers(n, name) if name in ("Mul", "Div") else () for n in nodes]
-        inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
-        have_none = [[child is None for child, _ in node.next_functions] for node in nodes]
-        alike = {
-            (node.name(), *shape_of(*edge), *own, *nones)
-            for node, edge, own, nones in zip(nodes, edges, numbers, have_none, strict=True)
-        }
-        shape, shapes = shape_of(*edges[0]), [shape_of(*own[0]) for own in inputs if own[0][0]]
+        have_none = [[child is None for child, _ in own] for own in inputs]
+        shapes = [shape_of(*edge) for edge in edges]
+        forms = zip((node.name() for node in nodes), shapes, numbers, have_none, strict=True)
+        is_known = _OF_WEIGHTS.fullmatch(name) and len({*map(str, forms)}) == 1
         # What is added to a number is taken for a number, as in log(1 + s ** 2).
-        is_sum = name in ("Add", "Sub", "Rsub") and not shape
-        is_like = or_like and name in ("Add", "Sub", "Rsub", "Mul", "Div") and shape in shapes
-        may_have_none = numbers[0] or is_sum or is_like
-        is_known = _OF_WEIGHTS.fullmatch(name) and len(alike) == 1
-        if not is_known or (any(have_none[0]) and not may_have_none):
+        is_sum = name in ("Add", "Sub", "Rsub") and not shapes[0]
+        if not is_known or (any(have_none[0]) and not (numbers[0] or is_sum or or_data)):
             return False
-        stack += inputs
+        stack += zip(*inputs, strict=True)
     return True
 
 
@@ -300,7 +273,9 @@ def _kind_of(node: Any) -> str:
     return REDUCTIONS.get(kind, "")
 
 
-def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
+def _inputs(
+    nodes: Sequence[Any], term: Term, is_argument: Callable[[Sequence[Tensor]], bool]
+) -> list[tuple[Edges, Term]]:
     """Return the inputs of an operator, and the terms that they are; empty if it is not known."""
     name = operator_name(nodes[0])
     inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
@@ -318,13 +293,13 @@ def _inputs(nodes: Sequence[Any], term: Term) -> list[tuple[Edges, Term]]:
         rest, is_divided = inputs[1 - scale], name == "Div"
         if not all(isinstance(one, Tensor) and one.numel() == 1 for one in own):
             continue
-        if all(map(_is_data, own)) and not term.divisors and not term.multipliers:
-            if is_divided:
-                return [(rest, replace(term, divisors=own))]
-            return [(rest, replace(term, multipliers=own))]
-        if all(child for child, _ in inputs[scale]) and _is_of_weights(inputs[scale]):
-            own = [(1 / one if is_divided else one).reshape(()) for one in own]
-            return [(rest, replace(term, scales=[*term.scales, own]))]
+        is_given = all(map(_is_data, own)) and is_argument(own)
+        if is_given or (all(child for child, _ in inputs[scale]) and _is_of_weights(inputs[scale])):
+            own = [(1 / one.double() if is_divided else one).reshape(()) for one in own]
+            is_given |= term.is_given
+            return [(rest, replace(term, scales=[*term.scales, own], is_given=is_given))]
+        if is_divided and all(map(_is_data, own)) and not term.divisors:
+            return [(rest, replace(term, divisors=own))]
     return []
 
 
@@ -337,7 +312,8 @@ def _multipliers(node: Any, name: str) -> Sequence[float]:
         alpha = getattr(node, "_saved_alpha", 1)
         return {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1)}[name]
     if name == "Mean":
-        return [math.prod(shape) / (math.prod(shape_of(*node.next_functions[0])) or 1)]
+        inner = shape_of(*node.next_functions[0])
+        return [1 / (math.prod(inner[d] for d in dims_of(node) or range(len(inner))) or 1)]
     if name == "Neg" or _KEEPS.fullmatch(name):
         return [-1 if name == "Neg" else 1] * len(node.next_functions)
     if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
@@ -345,21 +321,18 @@ def _multipliers(node: Any, name: str) -> Sequence[float]:
     return ()
 
 
-def masks_behind(nodes: Sequence[Any], dim: int) -> list[Tensor]:
-    """Return the tensor that multiplied or selected the entries of a sum on each replica.
+def masks_of(term: Term, dim: int) -> list[Tensor]:
+    """Return the tensor that multiplied or selected the entries of a term on each replica.
 
     Of cross entropies without a reduction it is the mask of the targets that are not ignored. It is
     empty if there is none on some of them.
     """
     masks = list[Tensor]()
-    for node in nodes:
-        behind, number = next(edge for edge in node.next_functions if edge[0])
-        while operator_name(behind) in ("View", "Sum"):
-            behind, number = behind.next_functions[0]
-        saved = [_saved(behind, name) for name in ("other", "self", "condition")]
-        if hasattr(behind, "_saved_ignore_index"):
-            saved = [_saved(behind, "target") != _signed(behind._saved_ignore_index)]
-        shape = tuple(shape_of(behind, number))
+    for node, number in term.ends:
+        saved = [_saved(node, name) for name in ("other", "self", "condition")]
+        if hasattr(node, "_saved_ignore_index"):
+            saved = [_saved(node, "target") != _signed(node._saved_ignore_index)]
+        shape = tuple(shape_of(node, number)) if node else ()
         saved = [one for one in saved if _is_data(one) and one.dim() == len(shape)]
         fitting = [one for one in saved if one.shape[: dim + 1] == shape[: dim + 1]]
         if not fitting:

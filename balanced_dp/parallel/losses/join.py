@@ -21,7 +21,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -32,7 +32,7 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, counts_of
-from .graph import Term, UnclearError, are_equal, follow, how_samples_mix, masks_behind, terms_of
+from .graph import Term, UnclearError, are_equal, follow, how_samples_mix, masks_of, terms_of
 from .weights import ScalarOutputs, Tensors, Weights, ignore_if_empty, joined, weight_of_chunk
 
 _REMEDY = (
@@ -112,7 +112,7 @@ class Call:
         given = [w.get(name) if isinstance(w, Mapping) else w for w in self._given_weights]
         if given and all(weight is not None for weight in given):
             with contextlib.suppress(UnclearError):
-                for term in terms_of(outputs, sizes, self.dim, {}):
+                for term in terms_of(outputs, sizes, self.dim, {}, self._is_argument):
                     ignore_if_empty(term.nodes, given)
             return joined(outputs, given, device)
         if not self.counted or is_symbolic(outputs[0].device):
@@ -155,7 +155,7 @@ class Call:
         if torch.is_grad_enabled():
             plans[key] = None  # unless it is known below
             nodes = {one.node: one for found in self.counted for one in found}
-            terms = terms_of(outputs, sizes, self.dim, nodes)
+            terms = terms_of(outputs, sizes, self.dim, nodes, self._is_argument)
             weights, means = self._weights_of(terms, key)
             # Sets compare hashes, so tensors among the weights are not read.
             if weights in {sizes, None} and not any(term.scales for term in means):
@@ -192,18 +192,15 @@ class Call:
         """
         sizes = self.chunk_sizes
         means, found = [], set[Weights]()
-        for i, term in enumerate(map(self._without_arguments, terms)):
-            is_divided = term.kind == "weights" and self._are_divided(term, sizes)
+        for i, term in enumerate(terms):
             place = (key, len(terms), i, self._form)
+            may_differ = term.kind == "weights" and self._is_even
+            may_differ &= any(are_equal([1, abs(x) * sizes[0]]) for x in term.numbers)
             if self._is_normalized(term, place):
                 raise UnclearError("its entries have weights that each device normalizes")
-            if term.multipliers:
-                if not self._is_times_count(term, place):
-                    raise UnclearError("a tensor without a graph multiplies a term")
-                found.add(None)
-            elif term.kind == "sum":
+            if term.kind == "sum":
                 found.add(self._weights_of_sum(term, place))
-            elif term.divisors or not are_equal(term.factors) or is_divided:
+            elif term.divisors or may_differ or not are_equal(term.factors):
                 raise UnclearError("the replicas may multiply a term by different numbers")
             elif term.own:
                 means.append(term)
@@ -215,48 +212,26 @@ class Call:
             raise UnclearError("a term independent of samples is added to a sum")
         return (found.pop() if found else sizes), means
 
-    def _without_arguments(self, term: Term) -> Term:
-        """Return a term without its tensors if they are an argument: they are one more scale.
-
-        A sum needs no scales, and keeps what divides it.
-        """
-        tensors = term.multipliers or (term.divisors if term.kind != "sum" else ())
-        if not tensors or not self._is_argument(tensors):
-            return term
-        own = term.multipliers or [1 / divisor.double() for divisor in tensors]
-        scales = term.scales if term.kind == "sum" else [*term.scales, own]
-        return replace(term, multipliers=(), divisors=(), scales=scales)
-
-    def _is_times_count(self, term: Term, place: Any) -> bool:
-        """Return whether a cross entropy is multiplied by its count, and so a sum.
-
-        This waits until the counts differ, as another number may be the same.
-        """
-        if place not in self.history.fits and term.kind == "mean" and term.own:
-            counts = [float(count) for count in counts_of(term.own)]
-            fits = counts == [float(number) for number in term.multipliers]
-            if len(set(counts)) > 1 or not fits:
-                self.history.fits[place] = fits and not term.numbers and not term.divisors
-        return self.history.fits.get(place, False)
-
     def _is_normalized(self, term: Term, place: Any) -> bool:
-        """Return whether each replica has normalized the weights of a term's entries.
+        """Return whether the weights of a term's entries have the sum 1, or in a mean the mean 1.
 
-        Their sum is 1 then, or in a mean their number. This waits until it is not.
+        This waits until they have not. Masks of zeros and ones are no weights.
         """
         known, place = self.history.fits, (place, "weights")
-        if place in known or max(self.chunk_sizes) == 1:
-            return False
-        masks = masks_behind(term.nodes, self.dim)
-        totals = [1 if term.kind == "sum" else mask.numel() for mask in masks]
-        if not masks or (term.kind == "mean" and totals != term.counts):
-            return False
-        sums = zip(map(float, map(self._sum, masks)), totals, strict=True)
-        are_normalized = all(math.isclose(one, total, rel_tol=1e-5) for one, total in sums)
-        # Masks of zeros and ones are no weights.
-        if are_normalized and not all(bool((mask == 1).any()) for mask in masks):
-            return True
-        known[place] = False
+        if place not in known and max(self.chunk_sizes) > 1:
+            masks = masks_of(term, self.dim)
+            counts = [1 if term.kind == "sum" else mask.numel() for mask in masks]
+            sums = zip(map(float, map(self._sum, masks)), counts, strict=True)
+            are_one = all(math.isclose(one, count, rel_tol=1e-5) for one, count in sums)
+            are_of_entries = term.kind == "sum" or counts == term.counts
+            if (
+                masks
+                and are_one
+                and are_of_entries
+                and not all(bool((mask == 1).any()) for mask in masks)
+            ):
+                return True
+            known[place] = False
         return False
 
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
@@ -276,22 +251,19 @@ class Call:
             UnclearError: it is divided by something else.
         """
         sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
-        if term.scales and max(sizes) == 1:
+        is_learned, masks = bool(term.scales) and not term.is_given, masks_of(term, self.dim)
+        if max(sizes) == 1 and (is_learned or any(one.dim() for one in term.divisors)):
             raise UnclearError("one sample does not show whether its number divides it")
-        is_given = bool(term.divisors) and self._is_argument(term.divisors)
-        if is_given or not term.divisors:  # Python's numbers are looked at in each call
-            for numbers in (sizes, term.counts):
-                if numbers and self._are_divided(term, numbers):
-                    if len({*numbers}) == 1 and numbers[0] <= 2:  # x / 2 is most often no mean
-                        raise UnclearError("so few samples do not show if their number divides it")
-                    return self._weights_of_mean(numbers)
-            may_count = term.scales or not _NO_COUNTS.issuperset(term.numbers)
-            if are_equal(factors) and (is_given or len(set(sizes)) > 1 or not may_count):
+        if not term.divisors:
+            inverses = [1 / (factor or math.nan) for factor in factors]
+            for counts in filter(None, (sizes, term.counts)):
+                if self._is_divided(term, counts):
+                    return self._weights_of_mean(counts)
+            may_count = is_learned or not (term.is_given or _NO_COUNTS.issuperset(term.numbers))
+            may_count = may_count and self._is_even and not self._is_argument(inverses)
+            if are_equal(factors) and not may_count:
                 return None
-        divisors: Sequence[Any] = term.divisors or [1 / (factor or math.nan) for factor in factors]
-        if are_equal(factors) and self._is_argument(divisors):
-            return None
-        masks = masks_behind(term.nodes, self.dim)
+        divisors: Sequence[Any] = term.divisors or inverses
         counts = [self._sum(mask) for mask in masks] or counts_of(term.own) or term.counts
         if place not in known:  # such calls wait for the devices
             pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
@@ -316,18 +288,29 @@ class Call:
         # With the mask, since another one may get the address of one that is freed.
         return self._sums.setdefault(key, (mask, mask.sum()))[1]
 
-    def _are_divided(self, term: Term, counts: Sequence[int]) -> bool:
-        """Return whether a term is divided by these counts, and maybe multiplied by a constant."""
+    @property
+    def _is_even(self) -> bool:
+        return len(set(self.chunk_sizes)) == 1
+
+    def _is_divided(self, term: Term, counts: Sequence[int]) -> bool:
+        """Return whether a sum is divided by these counts, and maybe multiplied by a constant.
+
+        In chunks of one size a constant has the same effect, so it must be the number of samples or
+        entries, and nothing else may be one.
+
+        Raises:
+            UnclearError: that is not known.
+        """
         products = [abs(f * n) for f, n in zip(term.factors, counts, strict=True) if n]
-        are_alike = bool(term.numbers) and are_equal(products)
-        if len({*self.chunk_sizes}) > 1 or not are_alike or not products:
-            return are_alike
-        # In chunks of one size other constants have the same effect, so a number must be the count,
-        # and the others must not bring in a count once more.
-        known = {counts[0], self.chunk_sizes[0]} - {0, 1}
-        others = [n**sign for n in known for sign in (1, -1)]
-        is_count = any(are_equal([1, abs(n * counts[0])]) for n in term.numbers if n != -0.5)
-        return is_count and not any(are_equal([products[0], other]) for other in others)
+        is_divided = bool(term.numbers and products) and are_equal(products)
+        if not is_divided or not are_equal(term.factors):
+            return is_divided
+        numbers = [abs(x) for x in term.numbers if x != -0.5]
+        found = [(x, n) for n in {self.chunk_sizes[0], *term.counts} for x in numbers]
+        found = [(x, n) for x, n in found if are_equal([x, n]) or are_equal([x * n, 1])]
+        if len(found) > 1 or any(x >= 0.5 for x, _ in found):  # x / 2 is most often no mean
+            raise UnclearError("one of its factors may be the number of samples")
+        return any(n == counts[0] for _, n in found)
 
     def _is_argument(self, divisors: Sequence[Any]) -> bool:
         """Return whether divisors or factors are an argument, as ``num_items_in_batch`` is."""
