@@ -301,6 +301,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "entries by their number": lambda n, x, o: (o.square() / o.numel()).sum(),
     "rows by a tensor, by length": lambda n, x, o, items: (rows(o) / items).sum() / len(x),
     "rows by length": lambda n, x, o: (1 / len(x) * o).sum() - (-0.1 * (o / len(x))).sum(),
+    "rows by length, in parts": lambda n, x, o: (rows(o) / len(x) + o.sum(1) / len(x)).sum(),
+    "parts of one mask": lambda n, x, o, mask: (rows(o) * mask + o[:, 0] * mask).sum() / mask.sum(),
     "summed twice": lambda n, x, o, mask: (o * mask[:, None] / mask.sum()).sum(1).sum(),
     "tokens by their mask": lambda n, x, o, token_mask: (
         (n.tokens(x).square().mean(-1) * token_mask).sum(1) / token_mask.sum()
@@ -449,7 +451,7 @@ UNSEEN: dict[str, Callable[..., Any]] = {
         lambda n, x, o, real: F.mse_loss(o[1:], real[1:]) * ((len(x) - 1) / len(x))
     ),
     "trimmed, by sample": lambda n, x, o, growing: (
-        n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean((1, 2)).mean()
+        n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean((1, 2)).sqrt().mean()
     ),
     "rare classes": lambda n, x, o, y: masked_mean(rows(o), rarity(y)),
     "a learned number less a statistic": lambda n, x, o: (

@@ -54,7 +54,7 @@ _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
 
 _MAX_BEHIND = 16
-"""How many operators to look at behind one that reduces entries."""
+"""How many operators to look at behind one that reduces entries, about."""
 
 
 class UnclearError(Exception):
@@ -118,20 +118,13 @@ def terms_of(
         while stack:
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
-            are_alike = len({n and (n.name(), len(n.next_functions)) for n in nodes}) == 1
-            if not any(nodes):
-                has_number |= not term.kind  # most often the 0 that a loop starts from
-            elif term.kind:
-                inner = replace(term, nodes=nodes)
-                inputs = _inputs(nodes, inner, is_argument) if are_alike else []
-                stack += inputs
-                if not inputs:
-                    found.append(replace(term, ends=edges))
-            elif not any(term.factors):
+            if not any(term.factors):
                 continue  # multiplied by 0, as parameters that must have a gradient
+            if not any(nodes):
+                has_number = True  # most often the 0 that a loop starts from
             elif all(map(is_parameter, nodes)):
                 found.append(replace(term, kind="weights"))
-            elif not are_alike:
+            elif not _are_alike(nodes):
                 raise UnclearError("the replicas computed it differently, as by a branch or loop")
             elif all(node in counted for node in nodes):
                 own = [counted[node] for node in nodes]
@@ -149,14 +142,28 @@ def terms_of(
                 if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[0])):
                     raise UnclearError("the number of its entries does not follow that of samples")
                 term = replace(term, kind=kind, counts=counts, nodes=nodes, ends=entries)
-                if operator_name(nodes[0]) in ("Mean", "Sum"):
-                    stack.append((entries, term))
-                else:
-                    found.append(term)
+                is_linear = operator_name(nodes[0]) in ("Mean", "Sum")
+                found += _parts_of(term, is_argument) if is_linear else [term]
             else:
                 raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
     if has_number and all(term.kind == "weights" for term in found):
         raise UnclearError("no mean or sum over samples was found in it")
+    return found
+
+
+def _are_alike(nodes: Sequence[Any]) -> bool:
+    return len({node and (node.name(), len(node.next_functions)) for node in nodes}) == 1
+
+
+def _parts_of(term: Term, is_argument: Callable[[Sequence[Tensor]], bool]) -> list[Term]:
+    """Return the terms of which a mean or a sum is the sum, as of (a / 2 + b).sum()."""
+    found, stack = list[Term](), [(term.ends, term)]
+    for edges, part in stack:
+        nodes = [node for node, _ in edges]
+        is_followed = len(stack) < _MAX_BEHIND and _are_alike(nodes) and all(nodes)
+        inputs = _inputs(nodes, replace(part, nodes=nodes), is_argument) if is_followed else []
+        stack += [(own, of_own) for own, of_own in inputs if any(node for node, _ in own)]
+        found += [] if inputs else [replace(part, ends=edges)]
     return found
 
 

@@ -218,20 +218,14 @@ class Call:
         This waits until they have not. Masks of zeros and ones are no weights.
         """
         known, place = self.history.fits, (place, "weights")
-        if place not in known and max(self.chunk_sizes) > 1:
-            masks = masks_of(term, self.dim)
-            counts = [1 if term.kind == "sum" else mask.numel() for mask in masks]
+        masks = [] if place in known else masks_of(term, self.dim)
+        counts = [1 if term.kind == "sum" else mask.numel() for mask in masks]
+        if max(self.chunk_sizes) > 1 and masks and (term.kind == "sum" or counts == term.counts):
             sums = zip(map(float, map(self._sum, masks)), counts, strict=True)
             are_one = all(math.isclose(one, count, rel_tol=1e-5) for one, count in sums)
-            are_of_entries = term.kind == "sum" or counts == term.counts
-            if (
-                masks
-                and are_one
-                and are_of_entries
-                and not all(bool((mask == 1).any()) for mask in masks)
-            ):
+            if are_one and not all(bool((mask == 1).any()) for mask in masks):
                 return True
-            known[place] = False
+        known[place] = False
         return False
 
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
@@ -256,9 +250,9 @@ class Call:
             raise UnclearError("one sample does not show whether its number divides it")
         if not term.divisors:
             inverses = [1 / (factor or math.nan) for factor in factors]
-            for counts in filter(None, (sizes, term.counts)):
-                if self._is_divided(term, counts):
-                    return self._weights_of_mean(counts)
+            for number in filter(None, (sizes, term.counts)):
+                if self._is_divided(term, number):
+                    return self._weights_of_mean(number)
             may_count = is_learned or not (term.is_given or _NO_COUNTS.issuperset(term.numbers))
             may_count = may_count and self._is_even and not self._is_argument(inverses)
             if are_equal(factors) and not may_count:
