@@ -305,7 +305,9 @@ def _inputs(
             own = [(1 / one.double() if is_divided else one).reshape(()) for one in own]
             is_given |= term.is_given
             return [(rest, replace(term, scales=[*term.scales, own], is_given=is_given))]
-        if is_divided and all(map(_is_data, own)) and not term.divisors:
+        # In a mean, a buffer may scale the entries, as in (x / temperature).mean().
+        is_count = is_divided and term.kind != "mean" and not term.divisors
+        if is_count and all(map(_is_data, own)):
             return [(rest, replace(term, divisors=own))]
     return []
 
