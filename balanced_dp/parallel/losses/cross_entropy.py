@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.jit._builtins import _register_builtin
 
-_FUNCTIONS = {name: getattr(torch._C._nn, name) for name in ("cross_entropy_loss", "nll_loss_nd")}
-
 REDUCTIONS = {1: "mean", 2: "sum"}
 """As in ``torch.nn._reduction.get_enum``."""
 
@@ -100,11 +98,10 @@ def running(call: Any) -> Iterator[None]:
 
 def _exchange(is_counting: bool) -> None:
     """Replace functions of torch or bring them back, but leave those that somebody else has put."""
-    for name, function in _FUNCTIONS.items():
-        counting = _counting(function)
+    for function, counting in _COUNTING.items():
         old, new = (function, counting) if is_counting else (counting, function)
-        if getattr(torch._C._nn, name) is old:
-            setattr(torch._C._nn, name, new)
+        if getattr(torch._C._nn, function.__name__) is old:
+            setattr(torch._C._nn, function.__name__, new)
 
 
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +114,6 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
         _of_replica.reset(token)
 
 
-@functools.cache
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a cross entropy that counts. It computes and saves the same as ``function``."""
 
@@ -147,6 +143,10 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     _register_builtin(compute, f"aten::{function.__name__}")  # for torch.jit.script in forward
     return compute
+
+
+_COUNTING = {f: _counting(f) for f in (torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)}
+"""The functions of torch, and what they are replaced by."""
 
 
 def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Tensor:
