@@ -194,7 +194,7 @@ class Call:
         means, found = [], set[Weights]()
         for i, term in enumerate(terms):
             place = (key, len(terms), i, self._form)
-            may_differ = term.kind == "weights" and self._is_even
+            may_differ = term.kind == "weights" and are_equal(sizes)
             may_differ &= any(are_equal([1, abs(x) * sizes[0]]) for x in term.numbers)
             if self._is_normalized(term, place):
                 raise UnclearError("its entries have weights that each device normalizes")
@@ -254,7 +254,7 @@ class Call:
                 if self._is_divided(term, number):
                     return self._weights_of_mean(number)
             may_count = is_learned or not (term.is_given or _NO_COUNTS.issuperset(term.numbers))
-            may_count = may_count and self._is_even and not self._is_argument(inverses)
+            may_count = may_count and are_equal(sizes) and not self._is_argument(inverses)
             if are_equal(factors) and not may_count:
                 return None
         divisors: Sequence[Any] = term.divisors or inverses
@@ -281,10 +281,6 @@ class Call:
         key = mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape
         # With the mask, since another one may get the address of one that is freed.
         return self._sums.setdefault(key, (mask, mask.sum()))[1]
-
-    @property
-    def _is_even(self) -> bool:
-        return len(set(self.chunk_sizes)) == 1
 
     def _is_divided(self, term: Term, counts: Sequence[int]) -> bool:
         """Return whether a sum is divided by these counts, and maybe multiplied by a constant.
