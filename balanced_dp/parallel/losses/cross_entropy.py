@@ -130,10 +130,9 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         result = loss.detach()
         if kind == "mean" and isinstance(count, Tensor):
             # 0 / 0 if nothing counts, which would hide what else is added to it.
-            is_empty = count == 0
-            result.masked_fill_(is_empty, 0)
+            result.masked_fill_(count == 0, 0)
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
-                loss.grad_fn.register_hook(functools.partial(zero_if_empty, is_empty))
+                ignore_if_empty([loss.grad_fn], [count])
         value = loss.clone()  # the loss may be written to
         pairs = target if input.shape == 2 * target.shape else None
         version = 0 if loss.is_inference() else loss._version
@@ -160,8 +159,15 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
     return (weights * is_counted).sum()
 
 
-def zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:
-    """Replace gradients that are 0 / 0, as of a mean over nothing, by 0. A hook of a node."""
+def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
+    """Replace gradients that are 0 / 0, of means and sums on replicas whose weight is 0, by 0."""
+    for node, weight in zip(nodes, weights, strict=False):
+        if isinstance(weight, Tensor):
+            node.register_hook(functools.partial(_zero_if_empty, weight == 0))
+
+
+def _zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:
+    """Replace gradients that are 0 / 0 by 0. A hook of a node."""
     return tuple(
         g if g is None else g.masked_fill(is_empty.to(g.device) & g.isnan(), 0) for g in gradients
     )

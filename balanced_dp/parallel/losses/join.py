@@ -31,9 +31,9 @@ from torch import Tensor
 from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
-from .cross_entropy import Counted, counts_of
+from .cross_entropy import Counted, counts_of, ignore_if_empty
 from .graph import Term, UnclearError, are_equal, follow, how_samples_mix, masks_of, terms_of
-from .weights import ScalarOutputs, Tensors, Weights, ignore_if_empty, joined, weight_of_chunk
+from .weights import ScalarOutputs, Tensors, Weights, joined, weight_of_chunk
 
 _REMEDY = (
     "Return its parts to combine them outside, or rows (with squeeze(-1), not squeeze()), or give "

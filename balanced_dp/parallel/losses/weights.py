@@ -15,7 +15,6 @@ from torch import Tensor
 from ...errors import ArgumentError, ArgumentTypeError
 from ...torch_versions import run_at_once
 from ..nested import described, named_arguments, parameters
-from .cross_entropy import zero_if_empty
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 """How 0-dim outputs are joined, as in ``BalancedDataParallel``."""
@@ -58,13 +57,6 @@ def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
         if after is not before and after.grad_fn is not None:
             run_at_once(after.grad_fn)  # or other replicas would wait for the first
     return there
-
-
-def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Replace the gradients of sums that are 0 / 0, on replicas whose weight is 0, by 0."""
-    for node, weight in zip(nodes, weights, strict=False):
-        if isinstance(weight, Tensor):
-            node.register_hook(functools.partial(zero_if_empty, weight == 0))
 
 
 def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
