@@ -312,7 +312,7 @@ class Call:
     @property
     def _form(self) -> Any:
         """Which arguments the call has, and how many cross entropies."""
-        args, kwargs = self.arguments[0] if self.arguments else ((), {})
+        args, kwargs = self.arguments[0]
         given = [*enumerate(args), *kwargs.items()]
         names = frozenset(name for name, value in given if value is not None)
         return names, frozenset(map(len, self.counted))
