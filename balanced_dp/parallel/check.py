@@ -111,14 +111,10 @@ def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
         for path, leaf in nested.leaves(outputs)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     }
-    sums = [
-        (output.flatten() * torch.linspace(1, 2, output.numel()).to(output)).sum().cpu()
-        for output in found.values()
-        if output.requires_grad
-    ]
-    if sums:
+    if roots := [output for output in found.values() if output.requires_grad]:
         module.zero_grad()
-        torch.stack(sums).sum().backward()  # in full, as reentrant checkpoints need it
+        weights = [torch.linspace(1, 2, root.numel()).to(root).view_as(root) for root in roots]
+        torch.autograd.backward(roots, weights)  # in full, as reentrant checkpoints need it
         gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
         found |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
     return {name: value.detach() for name, value in found.items() if value.numel()}
