@@ -56,11 +56,13 @@ class Counted:
 
         False for inference tensors, which do not count writes.
         """
-        return (
-            not tensor.is_inference()
-            and tensor.untyped_storage()._cdata == self.result.untyped_storage()._cdata
-            and tensor._version == self.version
-        )
+        is_result = not tensor.is_inference() and memory_of(tensor) == memory_of(self.result)
+        return is_result and tensor._version == self.version
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, Any]:
+    """Return a key of the place in memory where a tensor begins."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def counts_of(own: Sequence[Counted]) -> list[Any]:

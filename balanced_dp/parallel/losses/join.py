@@ -31,7 +31,7 @@ from torch import Tensor
 from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
-from .cross_entropy import Counted, counts_of, ignore_if_empty
+from .cross_entropy import Counted, counts_of, ignore_if_empty, memory_of
 from .graph import Term, UnclearError, are_equal, follow, how_samples_mix, masks_of, terms_of
 from .weights import ScalarOutputs, Tensors, Weights, joined, weight_of_chunk
 
@@ -278,7 +278,7 @@ class Call:
 
     def _sum(self, mask: Tensor) -> Tensor:
         """Return the sum of a mask, the same tensor for each term that it masks."""
-        key = mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape
+        key = memory_of(mask), mask.shape
         # With the mask, since another one may get the address of one that is freed.
         return self._sums.setdefault(key, (mask, mask.sum()))[1]
 
@@ -405,6 +405,6 @@ def _is_same(divisor: Any, argument: Any) -> bool:
     """Return whether a number is an argument; two tensors are not read, as that would wait."""
     if isinstance(divisor, Tensor):
         is_one = isinstance(argument, Tensor) and argument.numel() == 1
-        return is_one and divisor.untyped_storage()._cdata == argument.untyped_storage()._cdata
+        return is_one and memory_of(divisor) == memory_of(argument)
     is_number = isinstance(argument, Real) or (isinstance(argument, Tensor) and not argument.dim())
     return is_number and math.isclose(abs(divisor), float(argument), rel_tol=1e-6)
