@@ -69,6 +69,8 @@ class Arrivals:
     before ``wait``.
 
     Attributes:
+        events: by the identity of a tensor, the event to wait for before its use; if it is an
+            original, before writing to it.
         are_traced: whether ``torch.compile`` has traced parameters that were on their way. Compiled
             code reads them without waiting, so from then on calls wait for all parameters first.
     """
@@ -77,7 +79,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._events: dict[torch.device, dict[int, torch.Event]] = {}
+        self.events: dict[int, torch.Event] = {}
 
     def expect(self, devices: Iterable[torch.device]) -> None:
         """Let the weight streams of ``devices`` wait for the work on their current streams."""
@@ -88,18 +90,11 @@ class Arrivals:
     def note(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
         """Record an event after the work of the weight stream of ``device`` for ``tensors``."""
         event = side_stream(device, "weights").record_event()
-        self._events.setdefault(device, {}).update(dict.fromkeys(map(id, tensors), event))
-
-    def events(self, device: torch.device) -> dict[int, torch.Event]:
-        """Return, by the identity of a tensor on ``device``, the event to wait for before its use.
-
-        If it is an original, wait for the event before writing to it.
-        """
-        return self._events.get(device, {})
+        self.events.update(dict.fromkeys(map(id, tensors), event))
 
     def wait(self) -> None:
         """Let the streams that were current at ``expect`` wait for all copies."""
-        self._events.clear()
+        self.events.clear()
         while self._streams:
             device, stream = self._streams.popitem()
             stream.wait_stream(side_stream(device, "weights"))

@@ -184,7 +184,7 @@ class Replica:
         """
         for own, name, position in self._slots:
             own[name] = tensors[position]
-        events = arrivals.events(device)
+        events = arrivals.events
         for own in self.attributes if events else ():
             plain = own["_parameters"]
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
