@@ -271,10 +271,8 @@ class Replicas(list[ModuleT]):
         self.clear()
         self._tensors.clear()
         self._stamps.clear()
-        while self._replicas:
-            if self._replicas[-1].end():
-                self._waiting.append(self._replicas[-1])
-            self._replicas.pop()
+        self._waiting.extend(filter(Replica.end, self._replicas))
+        self._replicas.clear()
 
 
 def _lost(kind: type, before: _State, after: _State) -> list[str]:
