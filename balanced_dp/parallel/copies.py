@@ -22,7 +22,6 @@ do not wait for each other::
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -335,8 +334,10 @@ def make_nodes(
     copies: Mapping[torch.device, list[torch.Tensor]], parameters: Sequence[torch.Tensor]
 ) -> None:
     """Make copies the outputs of autograd nodes."""
-    if any(map(is_cuda, copies)):
-        _expect_gradients_of_other_streams()
+    # Torch warns about gradients from streams of other devices, which are intended, since 2.9.
+    set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if set_warns is not None and any(map(is_cuda, copies)):
+        set_warns(False)
     trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
     token = next_token = None
     # Backward starts with the last bucket.
@@ -374,11 +375,3 @@ def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     del first
     run_at_once(received[-1].grad_fn)
     return received
-
-
-@functools.cache
-def _expect_gradients_of_other_streams() -> None:
-    """Silence torch's warning about gradients from streams of other devices, which are intended."""
-    set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
-    if set_warns is not None:  # versions that do not have it do not warn
-        set_warns(False)
