@@ -144,8 +144,7 @@ def _buffers_of_replicas(
     devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
 ) -> list[Sequence[torch.Tensor]]:
     """Return the buffers of each replica: copies, unless the first has them on its device."""
-    homes = {buffer.device for buffer in buffers}
-    sent = copy_to([device for device in dict.fromkeys(devices) if homes - {device}], buffers)
+    sent = copy_to([*dict.fromkeys(devices)], buffers)
     copies: list[Sequence[torch.Tensor]] = []
     for device in devices:
         # The first replica on a device gets what was sent, another one copies of the originals.
