@@ -24,7 +24,7 @@ NEEDED = """
     utils._pytree.tree_leaves utils._pytree.tree_map_only autograd.Function._backward_cls
     jit._builtins._register_builtin _C._nn.cross_entropy_loss _C._nn.nll_loss_nd
     _C._functorch.peek_interpreter_stack _C._functions.SumBackward0._input_metadata
-    _C._disabled_torch_function_impl _C._get_accelerator
+    _C._disabled_torch_function_impl _C._get_accelerator _C._FunctionBase._set_sequence_nr
 """
 """Without one of these, ``import balanced_dp`` raises an ImportError that names it."""
 
@@ -87,7 +87,6 @@ def run_at_once(node: Any) -> None:
     """Let a node run as early as possible in backward.
 
     Autograd runs nodes in the order of their sequence numbers, highest first. Only nodes that
-    accumulate gradients have a higher one. If torch cannot set it, gradients are sent later.
+    accumulate gradients have a higher one.
     """
-    if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(2**64 - 2)
+    node._set_sequence_nr(2**64 - 2)

@@ -82,7 +82,6 @@ def test_training_without_optional_names():
     of_types = ("ops.", "Tensor.", "_C.DispatchKey.")  # written in C, and cannot be deleted
     names = {name for name in FOR_EMULATION if not name.startswith(of_types)} - OF_TORCH
     assert run_without(names, TRAIN) == ""
-    versions.run_at_once(object())  # a node whose order torch cannot set
 
 
 ELSEWHERE = {
@@ -98,8 +97,7 @@ ELSEWHERE = {
     # Names that emulate_devices gives to functions of its own, and registers kernels for.
     *("_copy_from", "_local_scalar_dense"),
     *("_get_device_properties", "_allocation"),
-    # Of a GradScaler, which has it, and of nodes of autograd, which may lack it.
-    *("_enabled", "_set_sequence_nr"),
+    "_enabled",  # of a GradScaler, which has it
     # Of torch 2.5.
     *("_streambase", "_StreamBase", "_EventBase"),
     # Of sparse tensors and state dicts, which have them, and in annotations only.
