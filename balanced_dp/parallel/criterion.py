@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -104,8 +103,6 @@ def as_module(criterion: Any) -> nn.Module:
     Raises:
         ArgumentTypeError: it is neither a module nor a function.
     """
-    if isinstance(criterion, types.MethodType) and criterion.__name__ == "forward":
-        criterion = criterion.__self__
     if isinstance(criterion, nn.Module):
         return criterion
     if not callable(criterion):

@@ -118,7 +118,6 @@ def make_cases():
         "loss_weight": (masked_mean, linear(4), [numbers(4), mask], {}, weighs),
         "several": (several, both, [{"a": numbers(4)}], {"extra": numbers(2)}),
         "keyword": (ce(), logits, [], {"target": ignored}),
-        "method of a module": (ce(**weight).forward, logits, [ignored]),
         "subclass": (Shifted(), linear(7, CLASSES), [{"labels": classes(7, ignored=-100)}]),
         "losses": (goes_on, Lambda(with_losses, inner=linear(CLASSES)), [classes()]),
         "with parameters": (head, linear(WIDTH), [numbers(4)]),
