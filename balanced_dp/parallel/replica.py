@@ -141,8 +141,7 @@ class Replica:
         self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
         """For each tensor, the dictionary of its module, its name there, and its position."""
         self._hooks = _registered(HOOKS, self.attributes)
-        if blueprint.bound:
-            self._bind()
+        self._bind()
         for index in blueprint.compiled:
             self.modules[index]._initialize()  # binds its forward to the copy
         self._resettable = [*self.attributes, *_registered(MEMBERS, self.attributes)]
