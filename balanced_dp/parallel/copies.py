@@ -184,13 +184,12 @@ def copy_to(
         arrivals: records when each copy is complete. If None, the current streams wait for all
             copies.
     """
-    if not all(map(is_cuda, devices)):
-        return {device: [move(t, device) for t in tensors] for device in devices}
-    is_recorded = torch.is_grad_enabled()
+    are_cuda, is_recorded = all(map(is_cuda, devices)), torch.is_grad_enabled()
     copies = {device: list(tensors) for device in devices}
     together = {}
     for i, t in enumerate(tensors):
-        if _is_plain(t) and is_cuda(t.device) and not (is_recorded and t.requires_grad):
+        has_graph = is_recorded and t.requires_grad
+        if are_cuda and is_cuda(t.device) and _is_plain(t) and not has_graph:
             together[i] = t
         else:
             for device, own in copies.items():
