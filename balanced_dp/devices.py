@@ -57,7 +57,7 @@ def resolve_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
             return []
         count = torch.get_device_module(device_type).device_count()
         return [torch.device(device_type, index) for index in range(count)]
-    if isinstance(device_ids, str | int) or not isinstance(device_ids, Sequence):
+    if isinstance(device_ids, str) or not isinstance(device_ids, Sequence):
         raise ArgumentTypeError(f"device_ids must be a list of devices, got {device_ids!r}")
     if not device_ids:
         raise ArgumentError("device_ids is empty; omit it to use all devices")
