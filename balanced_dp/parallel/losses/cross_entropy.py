@@ -120,13 +120,14 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a cross entropy that counts. It computes and saves the same as ``function``."""
 
     @functools.wraps(function)
-    def compute(input: Tensor, target: Tensor, *options: Any) -> Tensor:
-        loss = function(input, target, *options)
-        weight, reduction, ignore_index = options[:3]  # torch.nn.functional gives all by position
+    def compute(*args: Any, **options: Any) -> Tensor:
+        loss = function(*args, **options)
         found = None if torch.compiler.is_compiling() else _of_replica.get()
         is_plain = torch._C._functorch.peek_interpreter_stack() is None
-        if found is None or reduction not in REDUCTIONS or not is_plain:
+        # torch.nn.functional gives these by position.
+        if found is None or len(args) < 5 or args[3] not in REDUCTIONS or not is_plain:
             return loss
+        input, target, weight, reduction, ignore_index = args[:5]
         kind = REDUCTIONS[reduction]
         count = _count(target, weight, ignore_index)
         result = loss.detach()
