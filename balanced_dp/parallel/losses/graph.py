@@ -23,6 +23,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -173,7 +174,7 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     inputs = _inputs_with_graph(nodes) if _kind_of(nodes[0]) else []
     if not inputs:
         return []
-    outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*edge) for edge in inputs[0]]
+    outer, inner = list(starmap(shape_of, edges)), list(starmap(shape_of, inputs[0]))
     is_even, size = len({*sizes}) == 1, sizes[0]
     is_reducing = len({*map(tuple, outer)}) == 1
     if len({*map(tuple, inner)}) == 1:
@@ -228,8 +229,8 @@ def _is_of_reduced(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool
     is_even = len({*sizes}) == 1
     for own in zip(*map(_behind, nodes), strict=False):
         name, inputs = operator_name(own[0]), _inputs_with_graph(own)
-        before = _axes(inputs[0], sizes) if inputs and not is_even else []
-        if name == "Mean" and before and not _axes([(node, 0) for node in own], sizes):
+        before = _axes(starmap(shape_of, inputs[0]), sizes) if inputs and not is_even else []
+        if name == "Mean" and before and not _axes(map(shape_of, own), sizes):
             return True
         if is_even and name in ("Mean", "Sum") and _reduces(own[0], sizes[0], dim):
             return True
@@ -261,7 +262,7 @@ def _is_of_weights(edges: Edges, or_data: bool = False) -> bool:
         name, inputs = operator_name(nodes[0]), [node.next_functions for node in nodes]
         numbers = [_multipliers(n, name) if name in ("Mul", "Div") else () for n in nodes]
         have_none = [[child is None for child, _ in own] for own in inputs]
-        shapes = [shape_of(*edge) for edge in edges]
+        shapes = list(starmap(shape_of, edges))
         forms = zip((node.name() for node in nodes), shapes, numbers, have_none, strict=True)
         is_known = _OF_WEIGHTS.fullmatch(name) and len({*map(str, forms)}) == 1
         # What is added to a number is taken for a number, as in log(1 + s ** 2).
@@ -384,7 +385,7 @@ def are_equal(numbers: Sequence[float], rel_tol: float = 1e-9) -> bool:
 
 def follow(counts: Sequence[int], sizes: Sequence[int]) -> bool:
     """Return whether numbers of entries follow the chunk sizes."""
-    return are_equal([count / size for count, size in zip(counts, sizes, strict=True)])
+    return all(n * sizes[0] == size * counts[0] for n, size in zip(counts, sizes, strict=True))
 
 
 def shape_of(node: Any, number: int = 0) -> Sequence[int]:
@@ -442,10 +443,12 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
         while stack:
             edges, is_loss = stack.pop()
             nodes = [node for node, _ in edges]
-            node, shapes = nodes[0], [shape_of(*edge) for edge in edges]
-            if node in seen or len(set(map(type, nodes))) > 1:
+            node = nodes[0]
+            # Nodes that replicas share, as of parameters on one device, hold no samples.
+            if node in seen or node is nodes[-1] or len(set(map(type, nodes))) > 1:
                 continue
             seen.add(node)
+            shapes = list(starmap(shape_of, edges))
             # Up to its reductions, which are joined, a loss has the same shapes on all.
             is_alike = shapes.count(shapes[0]) == len(shapes)
             is_loss = is_loss and is_alike
@@ -454,21 +457,22 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             if is_loss or isinstance(node, BackwardCFunction) or node.name() == "CopySlices":
                 continue
             name = operator_name(node)
-            axes = {axis for own in known for axis in _axes(own, sizes)}
-            are_pairs = any(lengths in num_pairs for lengths in zip(*shapes, strict=False))
             selects = _SELECTS.fullmatch(name)
-            if not (is_alike or selects) and (are_pairs or len(_axes(edges, sizes)) > 1):
+            are_pairs = any(lengths in num_pairs for lengths in zip(*shapes, strict=False))
+            if not (is_alike or selects) and (are_pairs or len(_axes(shapes, sizes)) > 1):
                 return f"{name} computes a number for each pair of samples"
-            if is_alike and axes and not selects:
-                return f"{name} reduces the samples of each chunk"
             along = dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
             along = (-2,) if name.startswith("ScaledDotProduct") else along
+            inputs = known if is_alike or along else []
+            axes = {axis for own in inputs for axis in _axes(starmap(shape_of, own), sizes)}
+            if is_alike and axes and not selects:
+                return f"{name} reduces the samples of each chunk"
             if axes & {dim % len(shapes[0]) for dim in along}:
                 return f"{name} goes along the samples of each chunk"
     return ""
 
 
-def _axes(edges: Edges, sizes: Sequence[int]) -> list[int]:
-    """Return the dimensions whose sizes follow the numbers of samples of the replicas."""
-    lengths = enumerate(zip(*(shape_of(*edge) for edge in edges), strict=False))
+def _axes(shapes: Iterable[Sequence[int]], sizes: Sequence[int]) -> list[int]:
+    """Return the dimensions whose lengths follow the numbers of samples of the replicas."""
+    lengths = enumerate(zip(*shapes, strict=False))
     return [axis for axis, own in lengths if own[0] and follow(own, sizes)]
