@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -223,6 +223,7 @@ CROSS_ENTROPIES = {
     st.sampled_from([0.0, 0.3]),
     st.booleans(),
 )
+@example([-100] * 4, "function", 4, 1, None, 0.0, False)
 def test_any_targets_may_be_ignored_in_any_split(
     y, name, num_devices, gpu0_bsz, weight, label_smoothing, is_criterion
 ):
