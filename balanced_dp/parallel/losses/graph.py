@@ -69,6 +69,7 @@ class Term:
     Attributes:
         factors: the number that multiplies the term on each replica.
         numbers: the numbers by which operators multiply it on the first replica, means left out.
+        inner: those by which they multiply its entries.
         scales: tensors of each replica that also multiply it, from parameters or arguments.
         is_given: whether an argument is among them.
         divisors: a tensor of each replica, with one entry and no graph, that also divides it.
@@ -81,6 +82,7 @@ class Term:
 
     factors: Sequence[float]
     numbers: Sequence[float] = ()
+    inner: Sequence[float] = ()
     scales: Sequence[Sequence[Tensor]] = ()
     is_given: bool = False
     divisors: Sequence[Tensor] = ()
@@ -158,14 +160,14 @@ def _are_alike(nodes: Sequence[Any]) -> bool:
 
 def _parts_of(term: Term, is_argument: Callable[[Sequence[Tensor]], bool]) -> list[Term]:
     """Return the terms of which a mean or a sum is the sum, as of (a / 2 + b).sum()."""
-    found, stack = list[Term](), [(term.ends, term)]
+    found, stack = list[Term](), [(term.ends, replace(term, numbers=()))]
     for edges, part in stack:
         nodes = [node for node, _ in edges]
         is_followed = len(stack) < _MAX_BEHIND and _are_alike(nodes) and all(nodes)
         inputs = _inputs(nodes, replace(part, nodes=nodes), is_argument) if is_followed else []
         stack += [(own, of_own) for own, of_own in inputs if any(node for node, _ in own)]
         found += [] if inputs else [replace(part, ends=edges)]
-    return found
+    return [replace(part, numbers=term.numbers, inner=part.numbers) for part in found]
 
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:

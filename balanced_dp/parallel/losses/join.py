@@ -292,10 +292,10 @@ class Call:
             UnclearError: that is not known.
         """
         products = [abs(f * n) for f, n in zip(term.factors, counts, strict=True) if n]
-        is_divided = bool(term.numbers and products) and are_equal(products)
+        is_divided = bool(products) and are_equal(products)
         if not is_divided or not are_equal(term.factors):
             return is_divided
-        numbers = [abs(x) for x in term.numbers if x != -0.5]
+        numbers = [abs(x) for x in (*term.numbers, *term.inner) if x != -0.5]
         found = [(x, n) for n in {self.chunk_sizes[0], *term.counts} for x in numbers]
         found = [(x, n) for x, n in found if are_equal([x, n]) or are_equal([x * n, 1])]
         if len(found) > 1 or any(x >= 0.5 for x, _ in found):  # x / 2 is most often no mean
