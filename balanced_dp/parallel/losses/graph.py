@@ -75,8 +75,9 @@ class Term:
         divisors: a tensor of each replica, with one entry and no graph, that also divides it.
         kind: ``"mean"``, ``"sum"``, or ``"weights"`` if it is computed from parameters alone.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
-        nodes: its node on each replica; empty for a cross entropy.
-        ends: what computes its entries on each replica.
+        nodes: the last operator that was followed on each replica, its reduction or one behind it;
+            empty for a cross entropy.
+        ends: the inputs of these, which compute its entries.
         own: its cross entropy on each replica; empty if it is another term.
     """
 
@@ -159,7 +160,7 @@ def _are_alike(nodes: Sequence[Any]) -> bool:
 
 
 def _parts_of(term: Term, is_argument: Callable[[Sequence[Tensor]], bool]) -> list[Term]:
-    """Return the terms of which a mean or a sum is the sum, as of (a / 2 + b).sum()."""
+    """Return the terms of which a mean or a sum is the sum: two for (a / 2 + b).sum()."""
     found, stack = list[Term](), [(term.ends, replace(term, numbers=()))]
     for edges, part in stack:
         nodes = [node for node, _ in edges]
