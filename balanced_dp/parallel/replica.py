@@ -241,7 +241,8 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
         own[kind] = own[kind].copy()
     for kind in MEMBERS:
         own[kind] = dict(module.__dict__[kind])  # a plain one, also in a replica of a replica
-    own["zero_grad"] = _OF_REPLICAS.zero_grad
+    if type(module).zero_grad is nn.Module.zero_grad:
+        own["zero_grad"] = _OF_REPLICAS.zero_grad
     # Torch's would refuse copies, because they are not leaves.
     own["register_parameter"] = functools.partial(operator.setitem, own["_parameters"])
     return copy
