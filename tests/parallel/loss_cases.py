@@ -302,6 +302,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     "rows by a tensor, by length": lambda n, x, o, items: (rows(o) / items).sum() / len(x),
     "rows by length": lambda n, x, o: (1 / len(x) * o).sum() - (-0.1 * (o / len(x))).sum(),
     "rows by length, in parts": lambda n, x, o: (rows(o) / len(x) + o.sum(1) / len(x)).sum(),
+    "times its count": lambda n, x, o, ignored: (
+        F.cross_entropy(o, ignored) * (ignored != -100).sum()
+    ),
     "scaled entries": lambda n, x, o: (0.3 * o.square()).sum(),
     "entries by a buffer": lambda n, x, o: (rows(o) / n.temperature).mean(),
     "parts of one mask": lambda n, x, o, mask: (rows(o) * mask + o[:, 0] * mask).sum() / mask.sum(),

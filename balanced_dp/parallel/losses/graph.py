@@ -73,6 +73,7 @@ class Term:
         scales: tensors of each replica that also multiply it, from parameters or arguments.
         is_given: whether an argument is among them.
         divisors: a tensor of each replica, with one entry and no graph, that also divides it.
+        multipliers: such a tensor that multiplies it instead.
         kind: ``"mean"``, ``"sum"``, or ``"weights"`` if it is computed from parameters alone.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: the last operator that was followed on each replica, its reduction or one behind it;
@@ -87,6 +88,7 @@ class Term:
     scales: Sequence[Sequence[Tensor]] = ()
     is_given: bool = False
     divisors: Sequence[Tensor] = ()
+    multipliers: Sequence[Tensor] = ()
     kind: str = ""
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
@@ -310,9 +312,11 @@ def _inputs(
             is_given |= term.is_given
             return [(rest, replace(term, scales=[*term.scales, own], is_given=is_given))]
         # In a mean, a buffer may scale the entries, as in (x / temperature).mean().
-        is_count = is_divided and term.kind != "mean" and not term.divisors
-        if is_count and all(map(_is_data, own)):
-            return [(rest, replace(term, divisors=own))]
+        may_be_count = not term.kind or (is_divided and term.kind == "sum")
+        if may_be_count and all(map(_is_data, own)) and not term.divisors and not term.multipliers:
+            if is_divided:
+                return [(rest, replace(term, divisors=own))]
+            return [(rest, replace(term, multipliers=own))]
     return []
 
 

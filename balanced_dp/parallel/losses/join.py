@@ -180,7 +180,9 @@ class Call:
             pairs = [(float(o), float(one.value)) for o, one in zip(outputs, own, strict=True)]
             # Both are 0 on a replica whose targets are all ignored.
             factors = [output / (value or math.nan) for output, value in pairs if output or value]
-            if any(factors) and are_equal(factors, 1e-6):
+            counts = [float(one.count) for one, pair in zip(own, pairs, strict=True) if any(pair)]
+            are_counts = are_equal([*factors, *counts], 1e-6)
+            if any(factors) and are_equal(factors, 1e-6) and not are_counts:
                 return Term([factors[0]] * len(own), factors[:1], kind=own[0].kind, own=own)
         raise UnclearError("no call with gradients has shown how it is computed")
 
@@ -198,7 +200,11 @@ class Call:
             may_differ &= any(are_equal([1, abs(x) * sizes[0]]) for x in term.numbers)
             if self._is_normalized(term, place):
                 raise UnclearError("its entries have weights that each device normalizes")
-            if term.kind == "sum":
+            if term.multipliers:
+                if not self._is_times_count(term, place):
+                    raise UnclearError("a tensor without a graph multiplies a term")
+                found.add(None)
+            elif term.kind == "sum":
                 found.add(self._weights_of_sum(term, place))
             elif term.divisors or may_differ or not are_equal(term.factors):
                 raise UnclearError("the replicas may multiply a term by different numbers")
@@ -211,6 +217,19 @@ class Call:
         if None in found and any(term.kind == "weights" for term in terms):
             raise UnclearError("a term independent of samples is added to a sum")
         return (found.pop() if found else sizes), means
+
+    def _is_times_count(self, term: Term, place: Any) -> bool:
+        """Return whether a cross entropy is multiplied by its count, and so a sum.
+
+        This waits until the counts differ, as another number may be the same.
+        """
+        known = self.history.fits
+        if place not in known and term.own and term.kind == "mean":
+            counts = [float(count) for count in counts_of(term.own)]
+            fits = counts == [float(number) for number in term.multipliers]
+            if len(set(counts)) > 1 or not fits:
+                known[place] = fits and not term.numbers
+        return known.get(place, False)
 
     def _is_normalized(self, term: Term, place: Any) -> bool:
         """Return whether the weights of a term's entries have the sum 1, or in a mean the mean 1.
