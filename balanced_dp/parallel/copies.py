@@ -333,7 +333,7 @@ def make_nodes(
     copies: Mapping[torch.device, list[torch.Tensor]], parameters: Sequence[torch.Tensor]
 ) -> None:
     """Make copies the outputs of autograd nodes."""
-    # Torch warns about gradients from streams of other devices, which are intended, since 2.9.
+    # Since 2.9 torch warns about gradients from the streams of other devices, intended here.
     set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if set_warns is not None and any(map(is_cuda, copies)):
         set_warns(False)

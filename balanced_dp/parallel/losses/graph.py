@@ -9,7 +9,7 @@ to what computes their entries:
 
 On the way, terms may only be added up and multiplied by numbers. Those of Python are read on the
 host, so no call waits for a device, and nobody's code runs again. The graphs of the replicas are
-followed side by side: they are alike but for the number of samples in shapes.
+followed side by side: they differ only in the number of samples.
 
 Beyond the reductions, ``how_samples_mix`` looks for operators that compute samples of a chunk from
 each other.
@@ -55,7 +55,7 @@ _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
 
 _MAX_BEHIND = 16
-"""How many operators to look at behind one that reduces entries, about."""
+"""Roughly how many operators to look at behind one that reduces entries."""
 
 
 class UnclearError(Exception):
@@ -183,9 +183,10 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     is_even, size = len({*sizes}) == 1, sizes[0]
     is_reducing = len({*map(tuple, outer)}) == 1
     if len({*map(tuple, inner)}) == 1:
-        # In chunks of other sizes, as many may be selected on each device.
-        is_mean_of_selected = _kind_of(nodes[0]) == "mean" and _is_of_selected(nodes[0])
-        is_reducing = _reduces(nodes[0], size, dim) if is_even else is_mean_of_selected
+        if is_even:
+            is_reducing = _reduces(nodes[0], size, dim)
+        else:  # as many may be selected on each device
+            is_reducing = _kind_of(nodes[0]) == "mean" and _is_of_selected(nodes[0])
     is_reducing = is_reducing and not _is_of_reduced(nodes, sizes, dim)
     sizes_of = zip(map(math.prod, inner), map(math.prod, outer), strict=True)
     return [num // (of_output or 1) for num, of_output in sizes_of] if is_reducing else []
@@ -234,8 +235,9 @@ def _is_of_reduced(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool
     is_even = len({*sizes}) == 1
     for own in zip(*map(_behind, nodes), strict=False):
         name, inputs = operator_name(own[0]), _inputs_with_graph(own)
-        before = _axes(starmap(shape_of, inputs[0]), sizes) if inputs and not is_even else []
-        if name == "Mean" and before and not _axes(map(shape_of, own), sizes):
+        is_mean = name == "Mean" and bool(inputs) and not is_even
+        before = _axes(starmap(shape_of, inputs[0]), sizes) if is_mean else []
+        if before and not _axes(map(shape_of, own), sizes):
             return True
         if is_even and name in ("Mean", "Sum") and _reduces(own[0], sizes[0], dim):
             return True
@@ -268,8 +270,9 @@ def _is_of_weights(edges: Edges, or_data: bool = False) -> bool:
         numbers = [_multipliers(n, name) if name in ("Mul", "Div") else () for n in nodes]
         have_none = [[child is None for child, _ in own] for own in inputs]
         shapes = list(starmap(shape_of, edges))
-        forms = zip((node.name() for node in nodes), shapes, numbers, have_none, strict=True)
-        is_known = _OF_WEIGHTS.fullmatch(name) and len({*map(str, forms)}) == 1
+        names = [node.name() for node in nodes]
+        forms = list(zip(names, shapes, numbers, have_none, strict=True))
+        is_known = _OF_WEIGHTS.fullmatch(name) and forms.count(forms[0]) == len(forms)
         # What is added to a number is taken for a number, as in log(1 + s ** 2).
         is_sum = name in ("Add", "Sub", "Rsub") and not shapes[0]
         if not is_known or (any(have_none[0]) and not (numbers[0] or is_sum or or_data)):
