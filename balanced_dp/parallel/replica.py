@@ -72,7 +72,7 @@ class Blueprint:
         self.children = _places(self._members("_modules"), self.modules)
         own = [module.__dict__ for module in self.modules]
         places = enumerate([*own, *_registered(HOOKS, own)])
-        items = [(i, *item) for i, dictionary in places for item in dictionary.items()]
+        items = ((i, key, value) for i, held in places for key, value in held.items())
         self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
         # A free-threaded build counts the references of each thread apart.
@@ -159,10 +159,10 @@ class Replica:
         wait for the garbage collector. So ``__del__`` replaces it by one that is bound when it is
         called, for those who keep the module.
         """
+        bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
-        copies = weakref.WeakValueDictionary(pairs)
-        dictionaries = [*self.attributes, *self._hooks]
-        for index, key, value in self._blueprint.bound:
+        copies = weakref.WeakValueDictionary(pairs if bound else ())
+        for index, key, value in bound:
             own = dictionaries[index]
             own[key] = strong = _bind(value, copies)
             self._bound.append((own, key, strong, functools.partial(_call_bound, value, copies)))
@@ -274,14 +274,15 @@ def _registered(kinds: Sequence[str], attributes: list[dict[str, Any]]) -> list[
     return list(chain.from_iterable(map(operator.itemgetter(*kinds), attributes)))
 
 
+_DEFAULTS = [kind._replicate_for_data_parallel for kind in (nn.Module, nn.RNNBase)]
+
+
 def _replicates_itself(module: nn.Module) -> bool:
     """Return whether a module overrides ``_replicate_for_data_parallel``.
 
     RNNs do to get flat weights of their own, which ``Replica`` gives them.
     """
-    defaults = (nn.Module, nn.RNNBase)
-    own = type(module)._replicate_for_data_parallel
-    return own not in [kind._replicate_for_data_parallel for kind in defaults]
+    return type(module)._replicate_for_data_parallel not in _DEFAULTS
 
 
 def _check_replicable(module: nn.Module) -> None:

@@ -196,7 +196,7 @@ class Replicas(list[ModuleT]):
         super().__init__(replica.modules[0] for replica in self._replicas)
         pairs = zip(blueprint.tensors, tensors[0], strict=True)
         self._away = [(original, copy) for original, copy in pairs if copy is not original]
-        noted = chain(*tensors) if looks else (copy for _, copy in self._away)
+        noted = dict.fromkeys(chain(*tensors)) if looks else (copy for _, copy in self._away)
         self._stamps = [(tensor, _stamp(tensor)) for tensor in noted]
         self._states = [self._state(m) for m in (blueprint.modules if looks else ())]
 
@@ -229,6 +229,9 @@ class Replicas(list[ModuleT]):
     def _state(self, module: nn.Module) -> _State:
         """Return attributes and buffers of a module, and the contents of lists and dictionaries."""
         state: _State = {}
+        # Code around torch's modules sets their weights, and these hold no state of their own.
+        if type(module).__module__.startswith("torch."):
+            return state
         for name, value in chain(vars(module).items(), module._buffers.items()):
             # Other private names are caches, or flags: transformers' hooks set some at first.
             is_state = type(value) in (int, float) if name[0] == "_" else not callable(value)
@@ -245,7 +248,7 @@ class Replicas(list[ModuleT]):
         if not self._states:
             return found
         path, replica = self._blueprint.path, self._replicas[0]
-        for index, _, name, position in self._blueprint.places:
+        for index, _, name, position in self._blueprint.places if written else ():
             first, *others = own = [tensors[position] for tensors in self._tensors]
             is_written = not written.isdisjoint(map(id, own))
             if is_written and not all(_are_equal(first, copy) for copy in others):
@@ -256,12 +259,10 @@ class Replicas(list[ModuleT]):
             copy = replica.modules[index]
             registered = {**copy._modules, **copy._parameters}.items()
             names = [name for name, value in registered if id(value) not in members]
-            # Code around torch's modules sets their weights, and these hold no state of their own.
-            if not type(original).__module__.startswith("torch."):
-                for module in (original, copy):
-                    state = self._state(module).items()
-                    after = {k: pair for k, pair in state if id(pair[0]) not in members}
-                    names += _lost(type(original), self._states[index], after)
+            for module in (original, copy):
+                state = self._state(module).items()
+                after = {k: pair for k, pair in state if id(pair[0]) not in members}
+                names += _lost(type(original), self._states[index], after)
             found[_LOST] += [path(index, name) for name in names]
         return found
 

@@ -249,7 +249,7 @@ def _is_of_reduced(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool
 
 def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
     inputs = zip(*(node.next_functions for node in nodes), strict=False)
-    return [own for own in inputs if all(child for child, _ in own)]
+    return [own for own in inputs if (None, 0) not in own]
 
 
 def _is_of_weights(edges: Edges, or_data: bool = False) -> bool:
@@ -395,7 +395,7 @@ def are_equal(numbers: Sequence[float], rel_tol: float = 1e-9) -> bool:
 
 def follow(counts: Sequence[int], sizes: Sequence[int]) -> bool:
     """Return whether numbers of entries follow the chunk sizes."""
-    return all(n * sizes[0] == size * counts[0] for n, size in zip(counts, sizes, strict=True))
+    return [n * sizes[0] for n in counts] == [size * counts[0] for size in sizes]
 
 
 def shape_of(node: Any, number: int = 0) -> Sequence[int]:
@@ -441,10 +441,10 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
     """Return how samples of a chunk are computed from each other, or "" if nothing shows it.
 
     Args:
-        outputs: for each output with a graph, its value on each replica.
-        sizes: the numbers of samples of the replicas, not all the same.
+        outputs: for each output with a graph, its value on each replica, or on some.
+        sizes: the numbers of samples of these, not all the same.
     """
-    num_pairs = [*zip(*((n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes), strict=True)]
+    num_pairs = {*zip(*((n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes), strict=True)}
     seen = set[Any]()
     stack: list[tuple[Edges, bool]] = [
         ([(one.grad_fn, one.output_nr) for one in own], True) for own in outputs
@@ -467,15 +467,16 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             if is_loss or isinstance(node, BackwardCFunction) or node.name() == "CopySlices":
                 continue
             name = operator_name(node)
-            selects = _SELECTS.fullmatch(name)
-            are_pairs = any(lengths in num_pairs for lengths in zip(*shapes, strict=False))
-            if not (is_alike or selects) and (are_pairs or len(_axes(shapes, sizes)) > 1):
+            differing = [own for own in zip(*shapes, strict=False) if len({*own}) > 1]
+            are_pairs = len(differing) > 1 and len(_axes(shapes, sizes)) > 1
+            are_pairs |= not num_pairs.isdisjoint(differing)
+            if are_pairs and not _SELECTS.fullmatch(name):
                 return f"{name} computes a number for each pair of samples"
             along = dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
             along = (-2,) if name.startswith("ScaledDotProduct") else along
             inputs = known if is_alike or along else []
             axes = {axis for own in inputs for axis in _axes(starmap(shape_of, own), sizes)}
-            if is_alike and axes and not selects:
+            if is_alike and axes and not _SELECTS.fullmatch(name):
                 return f"{name} reduces the samples of each chunk"
             if axes & {dim % len(shapes[0]) for dim in along}:
                 return f"{name} goes along the samples of each chunk"
