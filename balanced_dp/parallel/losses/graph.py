@@ -145,7 +145,7 @@ def terms_of(
                 kind, entries = _kind_of(nodes[0]), _inputs_with_graph(nodes)[0]
                 if kind == "sum" and len({*sizes}) == 1 and _is_of_weights(edges, or_data=True):
                     raise UnclearError("its entries may be weights rather than samples")
-                if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[0])):
+                if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[:1])):
                     raise UnclearError("the number of its entries does not follow that of samples")
                 term = replace(term, kind=kind, counts=counts, nodes=nodes, ends=entries)
                 is_linear = operator_name(nodes[0]) in ("Mean", "Sum")
@@ -186,7 +186,7 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
         if is_even:
             is_reducing = _reduces(nodes[0], size, dim)
         else:  # as many may be selected on each device
-            is_reducing = _kind_of(nodes[0]) == "mean" and _is_of_selected(nodes[0])
+            is_reducing = _kind_of(nodes[0]) == "mean" and _is_of_selected(nodes[:1])
     is_reducing = is_reducing and not _is_of_reduced(nodes, sizes, dim)
     sizes_of = zip(map(math.prod, inner), map(math.prod, outer), strict=True)
     return [num // (of_output or 1) for num, of_output in sizes_of] if is_reducing else []
@@ -224,10 +224,14 @@ def _behind(node: Any, by_rows: bool = False) -> Iterator[Any]:
             found += [edge for edge in child.next_functions if edge[0]]
 
 
-def _is_of_selected(node: Any) -> bool:
-    """Return whether the entries that an operator reduces are of rows that were selected."""
-    names = {operator_name(child) for child in _behind(node, by_rows=True)}
-    return bool(names & {"Index", "IndexSelect", "MaskedSelect", "PackPaddedSequence"})
+def _is_of_selected(nodes: Sequence[Any], sizes: Sequence[int] = ()) -> bool:
+    """Return whether an operator computes from rows that were selected; with sizes, of samples."""
+    for own in zip(*(_behind(node, by_rows=True) for node in nodes), strict=False):
+        if operator_name(own[0]) in ("Index", "IndexSelect", "MaskedSelect", "PackPaddedSequence"):
+            inputs = _inputs_with_graph(own)
+            if not sizes or any(_axes(starmap(shape_of, edges), sizes) for edges in inputs):
+                return True
+    return False
 
 
 def _is_of_reduced(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
@@ -470,12 +474,15 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             differing = [own for own in zip(*shapes, strict=False) if len({*own}) > 1]
             are_pairs = len(differing) > 1 and len(_axes(shapes, sizes)) > 1
             are_pairs |= not num_pairs.isdisjoint(differing)
+            are_pairs |= len({*differing}) < len(differing) and _is_of_selected(nodes, sizes)
             if are_pairs and not _SELECTS.fullmatch(name):
                 return f"{name} computes a number for each pair of samples"
             along = dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
             along = (-2,) if name.startswith("ScaledDotProduct") else along
-            inputs = known if is_alike or along else []
-            axes = {axis for own in inputs for axis in _axes(starmap(shape_of, own), sizes)}
+            inputs = [list(starmap(shape_of, own)) for own in known if is_alike or along]
+            axes = {axis for own in inputs for axis in _axes(own, sizes)}
+            is_ragged = any(shape[:1] != own[0][:1] for own in inputs for shape in own)
+            axes |= {0} if is_ragged and not axes and _is_of_selected(nodes, sizes) else set()
             if is_alike and axes and not _SELECTS.fullmatch(name):
                 return f"{name} reduces the samples of each chunk"
             if axes & {dim % len(shapes[0]) for dim in along}:
