@@ -38,6 +38,9 @@ from .cross_entropy import REDUCTIONS, Counted
 Edges = Sequence[tuple[Any, int]]
 """For each replica, a node and the number of one of its outputs."""
 
+PathOf = Callable[[Sequence[Tensor]], str]
+"""A function that returns which argument of a call tensors of the replicas are, or ""."""
+
 _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze|Stack|Cat|Sum")
 """Operators whose inputs are added up, or that keep the entries of a tensor."""
 
@@ -71,7 +74,7 @@ class Term:
         numbers: the numbers by which operators multiply it on the first replica, means left out.
         inner: those by which they multiply its entries.
         scales: tensors of each replica that also multiply it, from parameters or arguments.
-        is_given: whether an argument is among them.
+        given: the dotted paths of those that are arguments, and whether they divide it.
         divisors: a tensor of each replica, with one entry and no graph, that also divides it.
         multipliers: such a tensor that multiplies it instead.
         kind: ``"mean"``, ``"sum"``, or ``"weights"`` if it is computed from parameters alone.
@@ -80,13 +83,14 @@ class Term:
             empty for a cross entropy.
         ends: the inputs of these, which compute its entries.
         own: its cross entropy on each replica; empty if it is another term.
+        unclear: why it is not known how the term depends on its samples; empty if it is.
     """
 
     factors: Sequence[float]
     numbers: Sequence[float] = ()
     inner: Sequence[float] = ()
     scales: Sequence[Sequence[Tensor]] = ()
-    is_given: bool = False
+    given: Sequence[tuple[str, bool]] = ()
     divisors: Sequence[Tensor] = ()
     multipliers: Sequence[Tensor] = ()
     kind: str = ""
@@ -94,6 +98,7 @@ class Term:
     nodes: Sequence[Any] = ()
     ends: Edges = ()
     own: Sequence[Counted] = ()
+    unclear: str = ""
 
 
 def terms_of(
@@ -101,7 +106,7 @@ def terms_of(
     sizes: Sequence[int],
     dim: int,
     counted: Mapping[Any, Counted],
-    is_argument: Callable[[Sequence[Tensor]], bool],
+    path_of: PathOf,
 ) -> list[Term]:
     """Return the terms of which a loss is the sum, without numbers that have no graph.
 
@@ -110,10 +115,10 @@ def terms_of(
         sizes: their chunk sizes.
         dim: the batch dimension.
         counted: cross entropies by their nodes.
-        is_argument: whether tensors of the replicas are an argument of the call.
+        path_of: returns the dotted path of the argument of the call that tensors are, or "".
 
     Raises:
-        UnclearError: a loss is not such a sum.
+        UnclearError: it has no graph, or no term depends on samples.
     """
     if any(loss.grad_fn is None for loss in losses):
         raise UnclearError("it has no graph")
@@ -123,35 +128,39 @@ def terms_of(
     with looking_at_nodes:
         while stack:
             edges, term = stack.pop()
-            nodes = [node for node, _ in edges]
-            if not any(term.factors):
-                continue  # multiplied by 0, as parameters that must have a gradient
-            if not any(nodes):
-                has_number = True  # most often the 0 that a loop starts from
-            elif all(map(is_parameter, nodes)):
-                found.append(replace(term, kind="weights"))
-            elif not _are_alike(nodes):
-                raise UnclearError("the replicas computed it differently, as by a branch or loop")
-            elif all(node in counted for node in nodes):
-                own = [counted[node] for node in nodes]
-                found.append(replace(term, kind=own[0].kind, own=own))
-            elif not (counts := _counts(edges, sizes, dim)) and (
-                inputs := _inputs(nodes, term, is_argument)
-            ):
-                stack += inputs
-            elif _is_of_weights(edges):
-                found.append(replace(term, kind="weights"))
-            elif counts:
-                kind, entries = _kind_of(nodes[0]), _inputs_with_graph(nodes)[0]
-                if kind == "sum" and len({*sizes}) == 1 and _is_of_weights(edges, or_data=True):
-                    raise UnclearError("its entries may be weights rather than samples")
-                if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[:1])):
-                    raise UnclearError("the number of its entries does not follow that of samples")
-                term = replace(term, kind=kind, counts=counts, nodes=nodes, ends=entries)
-                is_linear = operator_name(nodes[0]) in ("Mean", "Sum")
-                found += _parts_of(term, is_argument) if is_linear else [term]
-            else:
-                raise UnclearError(f"it uses {operator_name(nodes[0])}, not only means and sums")
+            try:
+                nodes = [node for node, _ in edges]
+                if not any(term.factors):
+                    continue  # multiplied by 0, as parameters that must have a gradient
+                if not any(nodes):
+                    has_number = True  # most often the 0 that a loop starts from
+                elif all(map(is_parameter, nodes)):
+                    found.append(replace(term, kind="weights"))
+                elif not _are_alike(nodes):
+                    raise UnclearError("the replicas computed it differently, as by a branch")
+                elif all(node in counted for node in nodes):
+                    own = [counted[node] for node in nodes]
+                    found.append(replace(term, kind=own[0].kind, own=own))
+                elif not (counts := _counts(edges, sizes, dim)) and (
+                    inputs := _inputs(nodes, term, path_of)
+                ):
+                    stack += inputs
+                elif _is_of_weights(edges):
+                    found.append(replace(term, kind="weights"))
+                elif counts:
+                    kind, entries = _kind_of(nodes[0]), _inputs_with_graph(nodes)[0]
+                    if kind == "sum" and len({*sizes}) == 1 and _is_of_weights(edges, or_data=True):
+                        raise UnclearError("its entries may be weights rather than samples")
+                    if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[:1])):
+                        raise UnclearError("its number of entries does not follow that of samples")
+                    term = replace(term, kind=kind, counts=counts, nodes=nodes, ends=entries)
+                    is_linear = operator_name(nodes[0]) in ("Mean", "Sum")
+                    found += _parts_of(term, path_of) if is_linear else [term]
+                else:
+                    name = operator_name(nodes[0])
+                    raise UnclearError(f"it uses {name}, not only means and sums")
+            except UnclearError as error:  # of this term; others may be known
+                found.append(replace(term, unclear=str(error)))
     if has_number and all(term.kind == "weights" for term in found):
         raise UnclearError("no mean or sum over samples was found in it")
     return found
@@ -161,13 +170,13 @@ def _are_alike(nodes: Sequence[Any]) -> bool:
     return len({node and (node.name(), len(node.next_functions)) for node in nodes}) == 1
 
 
-def _parts_of(term: Term, is_argument: Callable[[Sequence[Tensor]], bool]) -> list[Term]:
+def _parts_of(term: Term, path_of: PathOf) -> list[Term]:
     """Return the terms of which a mean or a sum is the sum: two for (a / 2 + b).sum()."""
     found, stack = list[Term](), [(term.ends, replace(term, numbers=()))]
     for edges, part in stack:
         nodes = [node for node, _ in edges]
         is_followed = len(stack) < _MAX_BEHIND and _are_alike(nodes) and all(nodes)
-        inputs = _inputs(nodes, replace(part, nodes=nodes), is_argument) if is_followed else []
+        inputs = _inputs(nodes, replace(part, nodes=nodes), path_of) if is_followed else []
         stack += [(own, of_own) for own, of_own in inputs if any(node for node, _ in own)]
         found += [] if inputs else [replace(part, ends=edges)]
     return [replace(part, numbers=term.numbers, inner=part.numbers) for part in found]
@@ -293,9 +302,7 @@ def _kind_of(node: Any) -> str:
     return REDUCTIONS.get(kind, "")
 
 
-def _inputs(
-    nodes: Sequence[Any], term: Term, is_argument: Callable[[Sequence[Tensor]], bool]
-) -> list[tuple[Edges, Term]]:
+def _inputs(nodes: Sequence[Any], term: Term, path_of: PathOf) -> list[tuple[Edges, Term]]:
     """Return the inputs of an operator, and the terms that they are; empty if it is not known."""
     name = operator_name(nodes[0])
     inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
@@ -313,11 +320,11 @@ def _inputs(
         rest, is_divided = inputs[1 - scale], name == "Div"
         if not all(isinstance(one, Tensor) and one.numel() == 1 for one in own):
             continue
-        is_given = all(map(_is_data, own)) and is_argument(own)
-        if is_given or (all(child for child, _ in inputs[scale]) and _is_of_weights(inputs[scale])):
+        path = path_of(own) if all(map(_is_data, own)) else ""
+        if path or (all(child for child, _ in inputs[scale]) and _is_of_weights(inputs[scale])):
             own = [(1 / one.double() if is_divided else one).reshape(()) for one in own]
-            is_given |= term.is_given
-            return [(rest, replace(term, scales=[*term.scales, own], is_given=is_given))]
+            given = [*term.given, (path, is_divided)] if path else term.given
+            return [(rest, replace(term, scales=[*term.scales, own], given=given))]
         # In a mean, a buffer may scale the entries, as in (x / temperature).mean().
         may_be_count = not term.kind or (is_divided and term.kind == "sum")
         if may_be_count and all(map(_is_data, own)) and not term.divisors and not term.multipliers:
@@ -354,6 +361,8 @@ def masks_of(term: Term, dim: int) -> list[Tensor]:
     masks = list[Tensor]()
     for node, number in term.ends:
         saved = [_saved(node, name) for name in ("other", "self", "condition")]
+        if (filled := _saved(node, "mask")) is not None:
+            saved = [~filled]
         if hasattr(node, "_saved_ignore_index"):
             saved = [_saved(node, "target") != _signed(node._saved_ignore_index)]
         shape = tuple(shape_of(node, number)) if node else ()

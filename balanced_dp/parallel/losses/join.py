@@ -45,6 +45,11 @@ _NO_COUNTS = frozenset({1, -1, -0.5})
 """Factors of a sum that are no counts: a sign, and -1/2 as in the divergence of normals."""
 
 
+Plan = tuple[Weights, Sequence[tuple[Term, Weights]], str]
+"""The weights of an output but for some cross entropies, these with their own weights, and why the
+rest is averaged by samples, or "" if it is known."""
+
+
 @dataclass(slots=True, eq=False)
 class OutputHistory:
     """The findings of earlier calls of a model about its outputs.
@@ -54,13 +59,13 @@ class OutputHistory:
             whether it adds up but for some cross entropies, their positions and factors, and the
             form of the call. None if only the graph tells.
         fits: by the place of a term in an output, whether the tensor that divides or multiplies it
-            was its count.
+            was its count; None if it was an argument.
         seen: functions and cross entropies, which are looked at once, outputs that were joined as
             numbers, and what was warned of: paths of inputs, and outputs as a warning calls them.
     """
 
     plans: dict[Any, Any] = field(default_factory=dict)
-    fits: dict[Any, bool] = field(default_factory=dict)
+    fits: dict[Any, bool | None] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
@@ -112,7 +117,7 @@ class Call:
         given = [w.get(name) if isinstance(w, Mapping) else w for w in self._given_weights]
         if given and all(weight is not None for weight in given):
             with contextlib.suppress(UnclearError):
-                for term in terms_of(outputs, sizes, self.dim, {}, self._is_argument):
+                for term in terms_of(outputs, sizes, self.dim, {}, self._path_of):
                     ignore_if_empty(term.nodes, given)
             return joined(outputs, given, device)
         if not self.counted or is_symbolic(outputs[0].device):
@@ -122,17 +127,20 @@ class Call:
                 self._check_counted(name, [own])
                 return joined(outputs, counts_of(own) if own[0].kind == "mean" else None, device)
         try:
-            weights, means = self._plan(outputs, key)
+            weights, apart, reason = self._plan(outputs, key)
         except UnclearError as error:
-            self.warn(name, str(error), f"It is averaged over samples. {_REMEDY}")
-            return joined(outputs, sizes, device)
-        self._check_counted(name, [term.own for term in means])
+            weights, apart, reason = sizes, [], str(error)
+        if reason:
+            self.warn(name, reason, f"It is averaged over samples. {_REMEDY}")
+        self._check_counted(name, [term.own for term, _ in apart])
         parts = []
-        for term in means:
-            numbers = zip(outputs, term.own, term.factors, *term.scales, strict=True)
+        for term, own_weights in apart:
+            inverses = [[*map(_inverse, term.divisors)]] if term.divisors else []
+            factors = (*term.scales, *inverses, *filter(None, [term.multipliers]))
+            numbers = zip(outputs, term.own, term.factors, *factors, strict=True)
             values = [math.prod(own, start=one.value).to(o.dtype) for o, one, *own in numbers]
             outputs = [output - value for output, value in zip(outputs, values, strict=True)]
-            parts.append(joined(values, counts_of(term.own), device))
+            parts.append(joined(values, own_weights, device))
         # If nothing counts, a mean may still be 0 / 1.
         return sum(parts, joined(outputs, weights, device, if_empty=1))
 
@@ -145,30 +153,47 @@ class Call:
         has_been = (self._code, name) in self.history.seen
         return not tensor.dim() or (tensor.numel() == 1 and (is_of_several or has_been))
 
-    def _plan(self, outputs: Tensors, key: Any) -> tuple[Weights, Sequence[Term]]:
-        """Return the weights of an output, and the cross entropies that have weights of their own.
+    def _plan(self, outputs: Tensors, key: Any) -> Plan:
+        """Return how an output is joined.
 
         Raises:
-            UnclearError: they are not known.
+            UnclearError: nothing is known of it.
         """
         sizes, plans = self.chunk_sizes, self.history.plans
         if torch.is_grad_enabled():
             plans[key] = None  # unless it is known below
             nodes = {one.node: one for found in self.counted for one in found}
-            terms = terms_of(outputs, sizes, self.dim, nodes, self._is_argument)
-            weights, means = self._weights_of(terms, key)
+            terms = terms_of(outputs, sizes, self.dim, nodes, self._path_of)
+            weights, apart, reason = self._weights_of(terms, key)
+            kept = [self._kept(term) for term, own in apart if term.kind == "mean" or own is None]
             # Sets compare hashes, so tensors among the weights are not read.
-            if weights in {sizes, None} and not any(term.scales for term in means):
-                own = [(self.counted[0].index(term.own[0]), term.factors[0]) for term in means]
-                plans[key] = weights is None, own, self._form
-            return weights, means
+            if weights in {sizes, None} and len(kept) == len(apart) and None not in kept:
+                plans[key] = weights is None, kept, self._form
+            return weights, apart, reason
         if key not in plans:
             return self._weights_of([self._term_by_value(outputs)], key)
-        adds_up, own, form = plans[key] or (False, [], None)
-        if form != self._form:
+        adds_up, kept, form = plans[key] or (False, [], None)
+        leaves = [dict(nested.leaves(own)) for own in self.arguments]
+        if form != self._form or any(path not in leaves[0] for *_, own in kept for path, _ in own):
             raise UnclearError("without gradients its counts, factors or arguments may differ")
-        means = [Term([f] * len(sizes), own=[c[i] for c in self.counted]) for i, f in own]
-        return (None if adds_up else sizes), means
+        apart = []
+        for i, factor, given in kept:
+            own = [counted[i] for counted in self.counted]
+            scales = [[_inverse(n[path]) if by else n[path] for n in leaves] for path, by in given]
+            counts = tuple(counts_of(own)) if own[0].kind == "mean" else None
+            apart.append((Term([factor] * len(own), scales=scales, own=own), counts))
+        return (None if adds_up else sizes), apart, ""
+
+    def _kept(self, term: Term) -> Any:
+        """Return the position, factor and arguments of a cross entropy, None if they may differ."""
+        place, factor, given = self.counted[0].index(term.own[0]), term.factors[0], [*term.given]
+        if term.divisors or term.multipliers or len(given) < len(term.scales):
+            return None
+        if term.kind == "sum" and term.numbers:
+            # A number that divides it is most often another one in the next call.
+            path = self._path_of([1 / (factor or math.nan) for factor in term.factors])
+            return (place, math.copysign(1, factor), [*given, (path, True)]) if path else None
+        return place, factor, given
 
     def _term_by_value(self, outputs: Tensors) -> Term:
         """Return the multiple of a cross entropy that an output is. This waits for the device.
@@ -186,37 +211,55 @@ class Call:
                 return Term([factors[0]] * len(own), factors[:1], kind=own[0].kind, own=own)
         raise UnclearError("no call with gradients has shown how it is computed")
 
-    def _weights_of(self, terms: Sequence[Term], key: Any) -> tuple[Weights, Sequence[Term]]:
-        """Return the weights of all terms but the cross entropies that are means, and these.
+    def _weights_of(self, terms: Sequence[Term], key: Any) -> Plan:
+        """Return how a sum of terms is joined."""
+        found, reasons = set[Weights](), list[str]()
+        means, sums = list[tuple[Term, Weights]](), list[tuple[Term, Weights]]()
+        has_penalty = any(term.kind == "weights" for term in terms)
+        for i, term in enumerate(terms):
+            try:
+                weights = self._weights_of_term(term, (key, len(terms), i, self._form))
+            except UnclearError as error:
+                reasons.append(str(error))
+            else:
+                if term.own:
+                    is_mean = term.kind == "mean" and not term.multipliers
+                    (means if is_mean else sums).append((term, weights))
+                elif term.kind != "weights":
+                    found.add(weights)
+        together = found | {weights for _, weights in sums}
+        if len(together) > 1 or reasons or (has_penalty and None in together):
+            means, together = means + sums, found  # what sums remain cannot be joined as these
+        if len(together) > 1:
+            reasons.append("its means and sums have different weights")
+        if None in together and has_penalty:
+            reasons.append("a term independent of samples is added to a sum")
+        if reasons or not together:
+            return self.chunk_sizes, means, "".join(reasons[:1])
+        return together.pop(), means, ""
+
+    def _weights_of_term(self, term: Term, place: Any) -> Weights:
+        """Return the weights of a term.
 
         Raises:
-            UnclearError: the terms have different weights.
+            UnclearError: they are not known.
         """
         sizes = self.chunk_sizes
-        means, found = [], set[Weights]()
-        for i, term in enumerate(terms):
-            place = (key, len(terms), i, self._form)
-            may_differ = term.kind == "weights" and are_equal(sizes)
-            may_differ &= any(are_equal([1, abs(x) * sizes[0]]) for x in term.numbers)
-            if self._is_normalized(term, place):
-                raise UnclearError("its entries have weights that each device normalizes")
-            if term.multipliers:
-                if not self._is_times_count(term, place):
-                    raise UnclearError("a tensor without a graph multiplies a term")
-                found.add(None)
-            elif term.kind == "sum":
-                found.add(self._weights_of_sum(term, place))
-            elif term.divisors or may_differ or not are_equal(term.factors):
-                raise UnclearError("the replicas may multiply a term by different numbers")
-            elif term.own:
-                means.append(term)
-            elif term.kind == "mean":
-                found.add(self._weights_of_mean(term.counts))
-        if len(found) > 1:
-            raise UnclearError("its means and sums have different weights")
-        if None in found and any(term.kind == "weights" for term in terms):
-            raise UnclearError("a term independent of samples is added to a sum")
-        return (found.pop() if found else sizes), means
+        may_differ = term.kind == "weights" and are_equal(sizes)
+        may_differ &= any(are_equal([1, abs(x) * sizes[0]]) for x in term.numbers)
+        if term.unclear:
+            raise UnclearError(term.unclear)
+        if self._is_normalized(term, place):
+            raise UnclearError("its entries have weights that each device normalizes")
+        if term.multipliers:
+            if not self._is_times_count(term, place):
+                raise UnclearError("a tensor without a graph multiplies a term")
+            return None
+        if term.kind == "sum":
+            return self._weights_of_sum(term, place)
+        if term.divisors or may_differ or not are_equal(term.factors):
+            raise UnclearError("the replicas may multiply a term by different numbers")
+        return tuple(counts_of(term.own)) or self._weights_of_mean(term.counts or sizes)
 
     def _is_times_count(self, term: Term, place: Any) -> bool:
         """Return whether a cross entropy is multiplied by its count, and so a sum.
@@ -229,7 +272,7 @@ class Call:
             fits = counts == [float(number) for number in term.multipliers]
             if len(set(counts)) > 1 or not fits:
                 known[place] = fits and not term.numbers
-        return known.get(place, False)
+        return bool(known.get(place))
 
     def _is_normalized(self, term: Term, place: Any) -> bool:
         """Return whether the weights of a term's entries have the sum 1, or in a mean the mean 1.
@@ -264,7 +307,7 @@ class Call:
             UnclearError: it is divided by something else.
         """
         sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
-        is_learned, masks = bool(term.scales) and not term.is_given, masks_of(term, self.dim)
+        is_learned, masks = bool(term.scales) and not term.given, masks_of(term, self.dim)
         if max(sizes) == 1 and (is_learned or any(one.dim() for one in term.divisors)):
             raise UnclearError("one sample does not show whether its number divides it")
         if not term.divisors:
@@ -272,8 +315,8 @@ class Call:
             for number in filter(None, (sizes, term.counts)):
                 if self._is_divided(term, number):
                     return self._weights_of_mean(number)
-            may_count = is_learned or not (term.is_given or _NO_COUNTS.issuperset(term.numbers))
-            may_count = may_count and are_equal(sizes) and not self._is_argument(inverses)
+            may_count = is_learned or not (term.given or _NO_COUNTS.issuperset(term.numbers))
+            may_count = may_count and are_equal(sizes) and not self._path_of(inverses)
             if are_equal(factors) and not may_count:
                 return None
         divisors: Sequence[Any] = term.divisors or inverses
@@ -288,7 +331,10 @@ class Call:
             # A count of all entries may be another number in the next call.
             entries = term.counts or [one.num_targets for one in term.own]
             if not fits or any(0 < n != num for (_, n), num in zip(pairs, entries, strict=True)):
-                known[place] = fits
+                # A tensor may have been computed from an argument, as by clamp(min=1).
+                known[place] = None if self._path_of([d for d, _ in pairs]) else fits
+        if known.get(place, True) is None:
+            return None
         if not known.get(place, True) or (term.divisors and not are_equal(factors)):
             other = "it is divided by something other than its count"
             raise UnclearError(other if term.divisors else "one of its factors may be a count")
@@ -321,12 +367,13 @@ class Call:
             raise UnclearError("one of its factors may be the number of samples")
         return any(n == counts[0] for _, n in found)
 
-    def _is_argument(self, divisors: Sequence[Any]) -> bool:
-        """Return whether divisors or factors are an argument, as ``num_items_in_batch`` is."""
-        return any(
-            all(_is_same(divisor, leaf) for divisor, (_, leaf) in zip(divisors, own, strict=True))
-            for own in zip(*map(nested.leaves, self.arguments), strict=False)
-        )
+    def _path_of(self, divisors: Sequence[Any]) -> str:
+        """Return which argument divisors or factors are, as ``num_items_in_batch`` is, or ""."""
+        for own in zip(*map(nested.leaves, self.arguments), strict=False):
+            path: str = own[0][0]
+            if all(map(_is_same, divisors, (leaf for _, leaf in own))):
+                return path
+        return ""
 
     @property
     def _form(self) -> Any:
@@ -421,6 +468,10 @@ class Call:
 def has_means(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor of a type that has means, as losses are."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _inverse(number: Any) -> Any:
+    return 1 / (number.double() if isinstance(number, Tensor) else number)
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
