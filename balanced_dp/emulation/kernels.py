@@ -64,6 +64,7 @@ def register_kernels() -> torch.library.Library:
             aten._conj.default: operator(aten.conj_physical.default),
             aten._neg_view.default: operator(aten.neg.default),
             aten._pack_padded_sequence.default: _pack_padded_sequence,
+            aten.histc.default: _histc,
             aten.native_dropout.default: _native_dropout,
             aten.rand_like.default: partial(_filled, aten.uniform_.default),
             aten.randn_like.default: partial(_filled, aten.normal_.default),
@@ -109,6 +110,12 @@ def _add(self: Any, other: Any, **kwargs: Any) -> Any:
 
 def _num_references(elem: Tensor) -> int:
     return torch._C._storage_Use_Count(elem.untyped_storage()._cdata)
+
+
+def _histc(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Count integers, too, as CUDA does and the CPU does not."""
+    found = operator(aten.histc.default)(input.to(torch.double), *args, **kwargs)
+    return found.to(input.dtype)
 
 
 # Random numbers come from the device's generator, so that replicas in threads are reproducible.

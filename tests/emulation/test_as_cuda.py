@@ -30,6 +30,7 @@ ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
     "zeros": lambda: torch.zeros(2, device="cuda:1"),
     "normal": lambda: torch.normal(0.0, 1.0, (2,), device="cuda:1"),
     "kaiser_window": lambda: torch.kaiser_window(2, device="cuda:1"),
+    "histc": lambda: torch.ones(4, dtype=torch.int32, device="cuda:1").histc(2),
     "torch.device of an int": lambda: torch.zeros(2, device=torch.device(1)),
     "fftfreq": lambda: torch.fft.fftfreq(2, device="cuda:1"),
     "new_zeros": lambda: torch.zeros(3).new_zeros(2, device="cuda:1"),

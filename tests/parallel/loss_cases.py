@@ -239,6 +239,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
     "sum by a number": lambda n, x, o, ignored, num_items: summed(o, ignored) / num_items,
     "by tensors": lambda n, x, o, y, items: 0.9 * summed(o, y) / items + items * o.sum(),
+    "by a clamped tensor": lambda n, x, o, ignored, items: summed(o, ignored) / items.clamp(min=1),
+    "by a tensor, and a mean": lambda n, x, o, y, items: summed(o, y) / items + rows(o).mean(),
     "means by tensors": lambda n, x, o, ignored, items: (
         F.cross_entropy(o, ignored) * items + rows(o).mean() / items
     ),
@@ -296,6 +298,7 @@ EXACT: dict[str, Callable[..., Any]] = {
         .sum()
         / (tokens != -100).sum(1).sum()
     ),
+    "filled": lambda n, x, o, mask: rows(o).masked_fill(mask < 1, 0).sum() / mask.sum(),
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
     "entries by their number": lambda n, x, o: (o.square() / o.numel()).sum(),
@@ -386,7 +389,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         + torch.einsum("nc,n->c", o, x[:, 0]).square().mean()
     ),
     # Others.
-    "filled": lambda n, x, o, mask: rows(o).masked_fill(mask == 0, 0).sum() / mask.sum(),
     "masked mean by a statistic": lambda n, x, o, mask: masked_mean(rows(o), mask) / x.abs().mean(),
     "masked sum times its count": lambda n, x, o, mask: (rows(o) * mask).sum() * mask.sum(),
     "sum by its length, times length": lambda n, x, o: (

@@ -26,6 +26,7 @@ from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, 
 from ..devices import kinds_of_splits
 from ..modules import Lambda
 from ..versions import since_torch
+from . import loss_cases
 from .loss_cases import EXACT, IGNORED, REAL, UNCLEAR, UNSEEN, WHOLE, Net, X, Y, given_to, rows
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
@@ -115,8 +116,7 @@ def test_a_warning_gives_its_reason(name, reason):
 def test_an_evaluation_before_training_hides_no_warning():
     """Its warning, which says nothing of the loss, was the only one."""
     model, bare = make(UNCLEAR["perplexity"])
-    reasons = "no call with gradients", "it uses Exp"
-    for has_gradients, reason in zip((False, True), reasons, strict=True):
+    for has_gradients, reason in ((False, "no call with gradients"), (True, "it uses Exp")):
         _, [text] = step(model, bare, has_gradients, given_to(UNCLEAR["perplexity"]))
         assert reason in text
 
@@ -303,21 +303,6 @@ def test_errors_of_loss_weight_name_it(loss_weight, message):
         model(X)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "factor"),
-    [([5, 11], 1.6), ([18, 32, 32, 32], 1.6), ([1, *[9] * 7], 8), ([1, 32, 32, 31, 31, 31], 26)],
-)
-def test_the_mean_of_losses_weighs_every_sample_the_same(devices, chunks, factor):
-    """Published recipes call loss.mean() on a vector of one loss a replica. A sample on device 0
-    then counts B / (n * c0) times as much as it should: the factor here.
-    """
-    batch_size = sum(chunks)
-    assert batch_size / len(chunks) / chunks[0] == pytest.approx(factor, rel=0.05)
-    model, bare = make(lambda n, x, o: rows(o).mean(), chunks[0], devices[: len(chunks)])
-    assert step(model, bare, True, {"x": torch.randn(batch_size, 6).double()}) == (True, [])
-    assert list(model.chunk_sizes) == chunks
-
-
 @pytest.mark.parametrize("has_gradients", [True, False])
 def test_a_scripted_cross_entropy_is_warned_of(has_gradients):
     """It does not look up the functions that count."""
@@ -398,8 +383,7 @@ def test_torch_is_as_it_was_after_a_call_and_in_other_threads():
         assert torch._C._nn.cross_entropy_loss is replaced
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_tools_that_look_at_torch_work_in_forward():
     def loss(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
         torch.jit.script(_cross_entropy)
@@ -448,9 +432,7 @@ def test_a_first_batch_in_which_everything_counts(name, gpu0_bsz):
     "loss",
     [
         lambda n, x, o, w, y: (rows(o) * w).sum() / torch.ones_like(w).sum(),
-        lambda n, x, o, w, y: (
-            functional.cross_entropy(o, y, reduction="sum") / torch.tensor(len(y))
-        ),
+        lambda n, x, o, w, y: loss_cases.summed(o, y) / torch.tensor(len(y)),
     ],
 )
 def test_a_count_of_all_entries_is_not_taken_for_good(loss):
@@ -558,6 +540,15 @@ def test_evaluation_with_other_arguments_or_a_metric(gpu0_bsz, size, has_metric)
     given["num_items"] = num_items if has_metric else None
     is_exact, told = step(model, bare, False, given)
     assert is_exact is not has_metric and "factors or arguments may differ" in told[0]
+
+
+@pytest.mark.parametrize("number", [int, torch.tensor])
+def test_a_cross_entropy_is_exact_beside_what_is_unclear(number):
+    """As in Mixtral. Whatever is averaged, the number that divides it is that of the call."""
+    penalty = loss_cases.UNKNOWN_PENALTIES["orthogonality"]
+    model, bare = make(lambda n, x, o, y, items: loss_cases.summed(o, y) / items + penalty(n))
+    for has_gradients, items in ((True, 7), (False, 9), (True, 5)):
+        assert step(model, bare, has_gradients, {"x": X, "y": IGNORED, "items": number(items)})[0]
 
 
 def test_an_argument_that_is_none_may_be_left_out():
