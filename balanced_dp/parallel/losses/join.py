@@ -8,10 +8,10 @@ with weights w_i,
     loss = sum_i w_i loss_i / sum_i w_i        or, of sums, loss = sum_i loss_i,
 
 if these are right for each term. A cross entropy has a known value, so beside other terms it may
-have weights of its own: it is subtracted, joined by itself and added again.
+have weights of its own: it is subtracted, joined by itself and added again. If the others are
+unclear, they alone are averaged by samples, with one warning.
 
-Without gradients an output is joined as in the last call with gradients. Other outputs are
-averaged by samples, with one warning.
+Without gradients an output is joined as in the last call with gradients, or averaged.
 """
 
 from __future__ import annotations
