@@ -501,8 +501,9 @@ def test_a_mask_and_a_small_number_divide_the_rows_of_a_sum():
 
 def test_a_mask_with_one_sample_on_each_device():
     y = torch.zeros(13).index_fill(0, torch.tensor([0, 1, 5, 9]), 1)
-    model, bare = make(lambda n, x, o, y: (rows(o) * y).sum())
-    torch.testing.assert_close(model(X, y=y), bare(X, y=y))
+    for counts in (lambda y: 1, torch.sum):  # where its sum is also an argument
+        model, bare = make(lambda n, x, o, y, one, by=counts: (rows(o) * y).sum() / by(y))
+        torch.testing.assert_close(model(X, y=y, one=1), bare(X, y=y, one=1))
 
 
 def test_a_metric_whose_graph_is_freed():

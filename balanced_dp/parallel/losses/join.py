@@ -332,7 +332,7 @@ class Call:
             entries = term.counts or [one.num_targets for one in term.own]
             if not fits or any(0 < n != num for (_, n), num in zip(pairs, entries, strict=True)):
                 # A tensor may have been computed from an argument, as by clamp(min=1).
-                known[place] = None if self._path_of([d for d, _ in pairs]) else fits
+                known[place] = fits or (None if self._path_of([d for d, _ in pairs]) else False)
         if known.get(place, True) is None:
             return None
         if not known.get(place, True) or (term.divisors and not are_equal(factors)):
