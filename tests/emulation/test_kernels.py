@@ -237,8 +237,9 @@ def test_recurrent_layers_are_one_kernel(devices, kind):
 
     def run(d, **options):
         torch.manual_seed(1)
-        net = kind(3, 5, 2, bidirectional=True, **options).to(d)
-        output, states = net(_normal(9, 4, 3).float().to(d))
+        # In float32 some CPUs use another kernel, which rounds in another way.
+        net = kind(3, 5, 2, bidirectional=True, **options).to(d, torch.double)
+        output, states = net(_normal(9, 4, 3).to(d))
         output.square().sum().backward()
         return output, states, [p.grad for p in net.parameters()]
 

@@ -131,7 +131,8 @@ class Call:
         except UnclearError as error:
             weights, apart, reason = sizes, [], str(error)
         if reason:
-            self.warn(name, reason, f"It is averaged over samples. {_REMEDY}")
+            how = "It is averaged over samples" + ", except its cross entropies" * bool(apart)
+            self.warn(name, reason, f"{how}. {_REMEDY}")
         self._check_counted(name, [term.own for term, _ in apart])
         parts = []
         for term, own_weights in apart:
@@ -165,9 +166,9 @@ class Call:
             nodes = {one.node: one for found in self.counted for one in found}
             terms = terms_of(outputs, sizes, self.dim, nodes, self._path_of)
             weights, apart, reason = self._weights_of(terms, key)
-            kept = [self._kept(term) for term, own in apart if term.kind == "mean" or own is None]
+            kept = [self._kept(*own) for own in apart]
             # Sets compare hashes, so tensors among the weights are not read.
-            if weights in {sizes, None} and len(kept) == len(apart) and None not in kept:
+            if weights in {sizes, None} and None not in kept:
                 plans[key] = weights is None, kept, self._form
             return weights, apart, reason
         if key not in plans:
@@ -184,10 +185,11 @@ class Call:
             apart.append((Term([factor] * len(own), scales=scales, own=own), counts))
         return (None if adds_up else sizes), apart, ""
 
-    def _kept(self, term: Term) -> Any:
+    def _kept(self, term: Term, weights: Weights) -> Any:
         """Return the position, factor and arguments of a cross entropy, None if they may differ."""
         place, factor, given = self.counted[0].index(term.own[0]), term.factors[0], [*term.given]
-        if term.divisors or term.multipliers or len(given) < len(term.scales):
+        is_known = len(given) == len(term.scales) and not (term.divisors or term.multipliers)
+        if not is_known or (term.kind == "sum" and weights is not None):
             return None
         if term.kind == "sum" and term.numbers:
             # A number that divides it is most often another one in the next call.
