@@ -218,9 +218,9 @@ class LoopSearch:
     Args:
         budgets: the bytes that each device may hold.
         is_careful: as for ``Search``.
-        compares: whether all splits matter at the end, not only the best one. Then the search is
-            also for the largest value that fits, and splits are compared over equal numbers of
-            iterations: the maximum of many is higher than that of a few.
+        compares: whether all splits are reported at the end, not only the best one. Then the
+            search is also for the largest value that fits, and splits are compared over equal
+            numbers of iterations: the maximum of many is higher than that of a few.
 
     Attributes:
         search: the search for the largest batch so far, empty before the first iteration.

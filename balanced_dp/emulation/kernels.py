@@ -148,7 +148,7 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
-    """Compute the CTC loss with lengths read on the host, which torch omits for subclasses."""
+    """Read the lengths on the host, as torch does not for subclasses, and compute the loss."""
     # Of blank, reduction and zero_infinity, the dispatcher leaves out defaults at the end.
     options = given[2:] + (0, 1, False)[len(given) - 2 :]
     return torch.ctc_loss(log_probs, targets, *(length.tolist() for length in given[:2]), *options)

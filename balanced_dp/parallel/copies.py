@@ -147,7 +147,7 @@ def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True)
     Args:
         tensors: the tensors by their positions.
         of_gradients: whether the buckets are for gradients. If so, a tensor with hooks has a bucket
-            of its own: in a shared one, autograd would call its hooks with None if only others had
+            of its own: in a shared one, its hooks would get None if only other tensors had
             gradients. If not, a bucket may hold ``LEAST_BYTES``, even if an eighth is less.
     """
     sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors.values()]

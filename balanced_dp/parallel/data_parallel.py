@@ -126,8 +126,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             again with gradients after one without.
 
             - ``gpu0_bsz`` is not below the even share of the first batch.
-            - A 0-dim output may differ from its value for the whole batch, or the graph shows that
-              samples of a chunk are computed from each other: ``check`` compares them.
+            - A 0-dim output may differ from that of the whole batch, or the graph shows that
+              samples of a chunk are computed from each other: see ``check``.
             - A list as long as the batch, or an object that holds tensors, goes whole to each
               device.
             - No input is split though there are lists or arrays, or only the tensors of a list are.
@@ -352,7 +352,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         Call it once after wrapping a model. Both run in evaluation mode, with gradients, on copies
         of the module, so parameters, gradients, buffers and random numbers stay as they are. The
-        first device holds the whole batch and a copy of the parameters, so give it a small one.
+        first device holds the whole batch and a copy of the parameters, so give a small batch.
 
         Returns:
             Each output, and each gradient of a weighted sum of the outputs, that differs by more

@@ -135,7 +135,7 @@ class Inputs:
     def _first(self, found: Named) -> tuple[str, Any]:
         """Return the path and value that determine the batch size: a tensor, if there is one.
 
-        One that ``split`` names may have several rows for each sample, so others come first.
+        Those in ``split`` come last, because they may have several rows for each sample.
         """
 
         def rank(one: tuple[str, Any]) -> tuple[bool, bool]:

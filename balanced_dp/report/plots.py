@@ -61,7 +61,7 @@ def draw_peaks(axes: Axes, report: Report) -> None:
     percent = "percent full" if report.has_capacity else "percent of the even split's peak"
     label = f"gpu0_bsz, with batches of {report.batch_size}"
     axes.set(xlabel=label, ylabel=percent, ylim=(0, None))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
     right = axes.twinx()
     right.plot(values, speeds, "^:", color=THIRD, label=f"{name} (right)")
@@ -83,7 +83,7 @@ def draw_uses(axes: Axes, report: Report) -> None:
     positions = [device + offset for offset in offsets for device in range(report.num_devices)]
     scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
     stacked_bars(axes, positions, bars, 0.36, scale)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.set(xlabel=f"device ({sides})", ylabel=f"held at the peak, {unit}")
     axes.grid(visible=False, axis="x")
     axes.figure.legend(loc="outside lower center", ncols=2)

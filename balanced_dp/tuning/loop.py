@@ -203,7 +203,7 @@ class Loop(AutoSplit):
     def notes(self) -> Iterator[str]:
         """Yield notes on unusual measurements."""
         num_taken, search = self.num_iterations, self.search.search
-        if self.num_steps is not None and num_taken >= self.num_steps:
+        if was_ended := self.num_steps is not None and num_taken >= self.num_steps:
             yield f"The script was ended after {num_taken} training steps (--steps)."
         elif self.last is not None and not num_taken:
             yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
@@ -211,7 +211,7 @@ class Loop(AutoSplit):
             fact = (
                 f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
             )
-            yield f"{fact}: {'train for longer' if self.num_steps is None else 'raise --steps'}."
+            yield f"{fact}: {'raise --steps' if was_ended else 'train for longer'}."
         compared = {(split, self.search.accumulates) for split in self.search.highest}
         ranges = [self._ranges[kind] for kind in compared & self._ranges.keys()]
         low, high = min(ranges, key=lambda r: r[0] / r[1], default=(1, 1))

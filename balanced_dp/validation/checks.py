@@ -95,7 +95,7 @@ def validate(
     workload: str = "gpt2-small",
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> Validation:
-    """Compare gradients, memory and time on all GPUs, or on emulated devices without any.
+    """Compare gradients, memory and time on all GPUs, or on emulated devices if there are none.
 
     Args:
         num_devices: number of devices, emulated if there are fewer GPUs; on a single GPU, the

@@ -361,8 +361,8 @@ def masks_of(term: Term, dim: int) -> list[Tensor]:
     masks = list[Tensor]()
     for node, number in term.ends:
         saved = [_saved(node, name) for name in ("other", "self", "condition")]
-        if (filled := _saved(node, "mask")) is not None:
-            saved = [~filled]
+        if node and operator_name(node) == "MaskedFill":
+            saved = [~mask for mask in [_saved(node, "mask")] if mask is not None]
         if hasattr(node, "_saved_ignore_index"):
             saved = [_saved(node, "target") != _signed(node._saved_ignore_index)]
         shape = tuple(shape_of(node, number)) if node else ()

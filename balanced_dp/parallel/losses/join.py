@@ -407,7 +407,7 @@ class Call:
         return [weight_of_chunk(self.loss_weight, self.function, *own) for own in self.arguments]
 
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
-        """Warn once that an output, or all of them, may differ from those of the whole batch.
+        """Warn once that one output, or all of them, may differ from those of the whole batch.
 
         A warning without gradients, whose reason may be another, does not prevent one with them.
         """
