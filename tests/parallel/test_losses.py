@@ -543,11 +543,11 @@ def test_evaluation_with_other_arguments_or_a_metric(gpu0_bsz, size, has_metric)
     assert is_exact is not has_metric and "factors or arguments may differ" in told[0]
 
 
-@pytest.mark.parametrize("number", [int, torch.tensor])
-def test_a_cross_entropy_is_exact_beside_what_is_unclear(number):
+@pytest.mark.parametrize(("number", "k"), [(int, 1), (torch.tensor, 0.5)])
+def test_a_cross_entropy_is_exact_beside_what_is_unclear(number, k):
     """As in Mixtral. Whatever is averaged, the number that divides it is that of the call."""
     penalty = loss_cases.UNKNOWN_PENALTIES["orthogonality"]
-    model, bare = make(lambda n, x, o, y, items: loss_cases.summed(o, y) / items + penalty(n))
+    model, bare = make(lambda n, x, o, y, items: k * loss_cases.summed(o, y) / items + penalty(n))
     for has_gradients, items in ((True, 7), (False, 9), (True, 5)):
         assert step(model, bare, has_gradients, {"x": X, "y": IGNORED, "items": number(items)})[0]
 

@@ -56,8 +56,8 @@ class OutputHistory:
 
     Attributes:
         plans: by function and path of an output, how it was joined in the last call with gradients:
-            whether it adds up but for some cross entropies, their positions and factors, and the
-            form of the call. None if only the graph tells.
+            whether it adds up but for some cross entropies, the positions, factors and arguments
+            of these, and the form of the call. None if only the graph tells.
         fits: by the place of a term in an output, whether the tensor that divides or multiplies it
             was its count; None if it was an argument.
         seen: functions and cross entropies, which are looked at once, outputs that were joined as
@@ -186,12 +186,15 @@ class Call:
         return (None if adds_up else sizes), apart, ""
 
     def _kept(self, term: Term, weights: Weights) -> Any:
-        """Return the position, factor and arguments of a cross entropy, None if they may differ."""
+        """Return what a call without gradients needs of a cross entropy; None if it may differ.
+
+        That is its position, its factor and the arguments that multiply or divide it.
+        """
         place, factor, given = self.counted[0].index(term.own[0]), term.factors[0], [*term.given]
         is_known = len(given) == len(term.scales) and not (term.divisors or term.multipliers)
         if not is_known or (term.kind == "sum" and weights is not None):
             return None
-        if term.kind == "sum" and term.numbers:
+        if term.kind == "sum" and term.numbers and not given:
             # A number that divides it is most often another one in the next call.
             path = self._path_of([1 / (factor or math.nan) for factor in term.factors])
             return (place, math.copysign(1, factor), [*given, (path, True)]) if path else None
@@ -473,6 +476,7 @@ def has_means(value: object) -> TypeGuard[Tensor]:
 
 
 def _inverse(number: Any) -> Any:
+    """Return 1 / number, of a tensor in double."""
     return 1 / (number.double() if isinstance(number, Tensor) else number)
 
 
