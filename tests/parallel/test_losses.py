@@ -99,7 +99,7 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
     [
         ("perplexity", "it uses Exp, not only means and sums"),
         ("hits", "it has no graph. It is averaged over samples. Return its parts .* or rows"),
-        ("sum by a mean", "it is divided by something other than its count"),
+        ("sum by a mean", "one of its factors is neither an argument nor its count"),
         ("sum and mean", "its means and sums have different weights"),
         ("sum and penalty", "a term independent of samples is added to a sum"),
         ("mean times length", "the replicas may multiply a term by different numbers"),
@@ -191,13 +191,15 @@ def test_chunks_of_one_size(name, size):
     if name in EXACT:
         # 2 may be no count.
         few = size == 8 and name.startswith(("sum by length", "rows by"))
-        assert bool(told) == (few or name == "variational")
-        assert is_exact or name == "variational"  # in a - 0.5 * b, the number is 0.5
+        has_number = name in ("variational", "scaled entries")  # in a - 0.5 * b, it is 0.5
+        assert bool(told) == (few or has_number)
+        assert is_exact or has_number
     assert is_exact or told or any(kind in name for kind in SILENT)
 
 
 SILENT = (
     "times length",
+    "penalty by length",
     "less one",
     "root of a penalty",
     "branch",
@@ -441,7 +443,7 @@ def test_a_count_of_all_entries_is_not_taken_for_good(loss):
     ones = {"x": X, "w": torch.ones(len(X)), "y": Y}
     some = {"x": X, "w": torch.rand(len(X)), "y": Y.where(X[:, 0] > 0, -100)}
     assert [step(model, bare, True, ones) for _ in range(2)] == [(True, [])] * 2
-    assert "it is divided by something other than its count" in step(model, bare, True, some)[1][0]
+    assert "is neither an argument nor its count" in step(model, bare, True, some)[1][0]
 
 
 def test_one_sample_does_not_show_what_divides_a_sum():

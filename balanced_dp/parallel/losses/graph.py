@@ -65,18 +65,35 @@ class UnclearError(Exception):
     """It is not known how a loss depends on its samples; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A part of a loss: a mean or a sum over samples, times a number.
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """A tensor with one entry that multiplies or divides a term.
 
     Attributes:
-        factors: the number that multiplies the term on each replica.
-        numbers: the numbers by which operators multiply it on the first replica, means left out.
-        inner: those by which they multiply its entries.
-        scales: tensors of each replica that also multiply it, from parameters or arguments.
-        given: the dotted paths of those that are arguments, and whether they divide it.
-        divisors: a tensor of each replica, with one entry and no graph, that also divides it.
-        multipliers: such a tensor that multiplies it instead.
+        tensors: that of each replica.
+        divides: whether it divides the term.
+        path: the dotted path of the argument that it is; empty if it is none.
+        is_learned: whether it is computed from parameters alone.
+    """
+
+    tensors: Sequence[Tensor]
+    divides: bool
+    path: str = ""
+    is_learned: bool = False
+
+    def multipliers(self) -> list[Tensor]:
+        """Return by what it multiplies the term on each replica."""
+        return [(1 / t.double() if self.divides else t).reshape(()) for t in self.tensors]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """A part of a loss: a mean or a sum over samples, times numbers and other factors.
+
+    Attributes:
+        number: the product of Python's numbers that multiply it, on each replica.
+        numbers: these on the first replica, means left out.
+        factors: what else multiplies or divides it.
         kind: ``"mean"``, ``"sum"``, or ``"weights"`` if it is computed from parameters alone.
         counts: how many entries it reduces on each replica; empty for a cross entropy.
         nodes: the last operator that was followed on each replica, its reduction or one behind it;
@@ -86,19 +103,19 @@ class Term:
         unclear: why it is not known how the term depends on its samples; empty if it is.
     """
 
-    factors: Sequence[float]
+    number: Sequence[float]
     numbers: Sequence[float] = ()
-    inner: Sequence[float] = ()
-    scales: Sequence[Sequence[Tensor]] = ()
-    given: Sequence[tuple[str, bool]] = ()
-    divisors: Sequence[Tensor] = ()
-    multipliers: Sequence[Tensor] = ()
+    factors: Sequence[Factor] = ()
     kind: str = ""
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     ends: Edges = ()
     own: Sequence[Counted] = ()
     unclear: str = ""
+
+    def inverses(self) -> list[float]:
+        """Return the numbers that divide it, if one did."""
+        return [1 / (number or math.nan) for number in self.number]
 
 
 def terms_of(
@@ -130,7 +147,7 @@ def terms_of(
             edges, term = stack.pop()
             try:
                 nodes = [node for node, _ in edges]
-                if not any(term.factors):
+                if not any(term.number):
                     continue  # multiplied by 0, as parameters that must have a gradient
                 if not any(nodes):
                     has_number = True  # most often the 0 that a loop starts from
@@ -172,14 +189,14 @@ def _are_alike(nodes: Sequence[Any]) -> bool:
 
 def _parts_of(term: Term, path_of: PathOf) -> list[Term]:
     """Return the terms of which a mean or a sum is the sum: two for (a / 2 + b).sum()."""
-    found, stack = list[Term](), [(term.ends, replace(term, numbers=()))]
+    found, stack = list[Term](), [(term.ends, term)]
     for edges, part in stack:
         nodes = [node for node, _ in edges]
         is_followed = len(stack) < _MAX_BEHIND and _are_alike(nodes) and all(nodes)
         inputs = _inputs(nodes, replace(part, nodes=nodes), path_of) if is_followed else []
         stack += [(own, of_own) for own, of_own in inputs if any(node for node, _ in own)]
         found += [] if inputs else [replace(part, ends=edges)]
-    return [replace(part, numbers=term.numbers, inner=part.numbers) for part in found]
+    return found
 
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
@@ -312,25 +329,21 @@ def _inputs(nodes: Sequence[Any], term: Term, path_of: PathOf) -> list[tuple[Edg
         inputs += [[(None, 0)] * len(nodes)] * (len(numbers) - len(inputs))
         if name in ("Mul", "Div"):
             term = replace(term, numbers=[*term.numbers, numbers[0][0]])
-        factors = [[*map(operator.mul, term.factors, own)] for own in numbers]
-        return [(i, replace(term, factors=own)) for i, own in zip(inputs, factors, strict=False)]
+        products = [[*map(operator.mul, term.number, own)] for own in numbers]
+        return [(i, replace(term, number=own)) for i, own in zip(inputs, products, strict=False)]
     places = {"Mul": ((1, "other"), (0, "self")), "Div": ((1, "other"),)}
     for scale, saved in places.get(name, ()):
         own: list[Any] = [_saved(node, saved) for node in nodes]
-        rest, is_divided = inputs[1 - scale], name == "Div"
         if not all(isinstance(one, Tensor) and one.numel() == 1 for one in own):
             continue
-        path = path_of(own) if all(map(_is_data, own)) else ""
-        if path or (all(child for child, _ in inputs[scale]) and _is_of_weights(inputs[scale])):
-            own = [(1 / one.double() if is_divided else one).reshape(()) for one in own]
-            given = [*term.given, (path, is_divided)] if path else term.given
-            return [(rest, replace(term, scales=[*term.scales, own], given=given))]
+        is_data, divides = all(map(_is_data, own)), name == "Div"
+        path = path_of(own) if is_data else ""
+        is_learned = all(child for child, _ in inputs[scale]) and _is_of_weights(inputs[scale])
         # In a mean, a buffer may scale the entries, as in (x / temperature).mean().
-        may_be_count = not term.kind or (is_divided and term.kind == "sum")
-        if may_be_count and all(map(_is_data, own)) and not term.divisors and not term.multipliers:
-            if is_divided:
-                return [(rest, replace(term, divisors=own))]
-            return [(rest, replace(term, multipliers=own))]
+        is_count = not term.kind or (divides and term.kind == "sum")
+        if path or is_learned or (is_data and is_count):
+            factor = Factor(own, divides, path, is_learned)
+            return [(inputs[1 - scale], replace(term, factors=[*term.factors, factor]))]
     return []
 
 

@@ -32,7 +32,16 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, counts_of, ignore_if_empty, memory_of
-from .graph import Term, UnclearError, are_equal, follow, how_samples_mix, masks_of, terms_of
+from .graph import (
+    Factor,
+    Term,
+    UnclearError,
+    are_equal,
+    follow,
+    how_samples_mix,
+    masks_of,
+    terms_of,
+)
 from .weights import ScalarOutputs, Tensors, Weights, joined, weight_of_chunk
 
 _REMEDY = (
@@ -58,14 +67,14 @@ class OutputHistory:
         plans: by function and path of an output, how it was joined in the last call with gradients:
             whether it adds up but for some cross entropies, the positions, factors and arguments
             of these, and the form of the call. None if only the graph tells.
-        fits: by the place of a term in an output, whether the tensor that divides or multiplies it
-            was its count; None if it was an argument.
+        are_arguments: by the place of a term in an output, whether the tensor that multiplies or
+            divides it was an argument, and not its count.
         seen: functions and cross entropies, which are looked at once, outputs that were joined as
             numbers, and what was warned of: paths of inputs, and outputs as a warning calls them.
     """
 
     plans: dict[Any, Any] = field(default_factory=dict)
-    fits: dict[Any, bool | None] = field(default_factory=dict)
+    are_arguments: dict[Any, bool] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
@@ -136,9 +145,8 @@ class Call:
         self._check_counted(name, [term.own for term, _ in apart])
         parts = []
         for term, own_weights in apart:
-            inverses = [[*map(_inverse, term.divisors)]] if term.divisors else []
-            factors = (*term.scales, *inverses, *filter(None, [term.multipliers]))
-            numbers = zip(outputs, term.own, term.factors, *factors, strict=True)
+            factors = [factor.multipliers() for factor in term.factors]
+            numbers = zip(outputs, term.own, term.number, *factors, strict=True)
             values = [math.prod(own, start=one.value).to(o.dtype) for o, one, *own in numbers]
             outputs = [output - value for output, value in zip(outputs, values, strict=True)]
             parts.append(joined(values, own_weights, device))
@@ -178,27 +186,27 @@ class Call:
         if form != self._form or any(path not in leaves[0] for *_, own in kept for path, _ in own):
             raise UnclearError("without gradients its counts, factors or arguments may differ")
         apart = []
-        for i, factor, given in kept:
+        for i, number, given in kept:
             own = [counted[i] for counted in self.counted]
-            scales = [[_inverse(n[path]) if by else n[path] for n in leaves] for path, by in given]
+            factors = [Factor([_tensor(n[path]) for n in leaves], by) for path, by in given]
             counts = tuple(counts_of(own)) if own[0].kind == "mean" else None
-            apart.append((Term([factor] * len(own), scales=scales, own=own), counts))
+            apart.append((Term([number] * len(own), factors=factors, own=own), counts))
         return (None if adds_up else sizes), apart, ""
 
     def _kept(self, term: Term, weights: Weights) -> Any:
         """Return what a call without gradients needs of a cross entropy; None if it may differ.
 
-        That is its position, its factor and the arguments that multiply or divide it.
+        That is its position, its number and the arguments that multiply or divide it.
         """
-        place, factor, given = self.counted[0].index(term.own[0]), term.factors[0], [*term.given]
-        is_known = len(given) == len(term.scales) and not (term.divisors or term.multipliers)
-        if not is_known or (term.kind == "sum" and weights is not None):
+        place, number = self.counted[0].index(term.own[0]), term.number[0]
+        given = [(factor.path, factor.divides) for factor in term.factors]
+        if not all(path for path, _ in given) or (term.kind == "sum" and weights is not None):
             return None
         if term.kind == "sum" and term.numbers and not given:
             # A number that divides it is most often another one in the next call.
-            path = self._path_of([1 / (factor or math.nan) for factor in term.factors])
-            return (place, math.copysign(1, factor), [*given, (path, True)]) if path else None
-        return place, factor, given
+            path = self._path_of(term.inverses())
+            return (place, math.copysign(1, number), [(path, True)]) if path else None
+        return place, number, given
 
     def _term_by_value(self, outputs: Tensors) -> Term:
         """Return the multiple of a cross entropy that an output is. This waits for the device.
@@ -218,82 +226,138 @@ class Call:
 
     def _weights_of(self, terms: Sequence[Term], key: Any) -> Plan:
         """Return how a sum of terms is joined."""
-        found, reasons = set[Weights](), list[str]()
-        means, sums = list[tuple[Term, Weights]](), list[tuple[Term, Weights]]()
+        found, reasons = list[tuple[Term, Weights]](), list[str]()
         has_penalty = any(term.kind == "weights" for term in terms)
         for i, term in enumerate(terms):
             try:
                 weights = self._weights_of_term(term, (key, len(terms), i, self._form))
+                found += [] if term.kind == "weights" else [(term, weights)]
             except UnclearError as error:
                 reasons.append(str(error))
-            else:
-                if term.own:
-                    is_mean = term.kind == "mean" and not term.multipliers
-                    (means if is_mean else sums).append((term, weights))
-                elif term.kind != "weights":
-                    found.add(weights)
-        together = found | {weights for _, weights in sums}
-        if len(together) > 1 or reasons or (has_penalty and None in together):
-            means, together = means + sums, found  # what sums remain cannot be joined as these
+        apart = [own for own in found if own[0].own and own[0].kind == "mean" and own[1]]
+        together = {weights for term, weights in found if (term, weights) not in apart}
+        if reasons or len(together) > 1 or (has_penalty and None in together):
+            apart = [own for own in found if own[0].own]
+            together = {weights for term, weights in found if not term.own}
         if len(together) > 1:
             reasons.append("its means and sums have different weights")
         if None in together and has_penalty:
             reasons.append("a term independent of samples is added to a sum")
         if reasons or not together:
-            return self.chunk_sizes, means, "".join(reasons[:1])
-        return together.pop(), means, ""
+            return self.chunk_sizes, apart, "".join(reasons[:1])
+        return together.pop(), apart, ""
 
     def _weights_of_term(self, term: Term, place: Any) -> Weights:
-        """Return the weights of a term.
+        """Return the weights of a term: its counts if it is a mean, None if it is a sum.
+
+        A sum divided by its count is a mean, and a mean times its count is a sum. A count is that
+        of samples, of entries, of a mask or of a cross entropy. Other factors are the same on all
+        replicas: numbers, arguments of the call, or computed from parameters.
 
         Raises:
-            UnclearError: they are not known.
+            UnclearError: a factor is something else.
         """
-        sizes = self.chunk_sizes
-        may_differ = term.kind == "weights" and are_equal(sizes)
-        may_differ &= any(are_equal([1, abs(x) * sizes[0]]) for x in term.numbers)
         if term.unclear:
             raise UnclearError(term.unclear)
-        if self._is_normalized(term, place):
-            raise UnclearError("its entries have weights that each device normalizes")
-        if term.multipliers:
-            if not self._is_times_count(term, place):
-                raise UnclearError("a tensor without a graph multiplies a term")
-            return None
-        if term.kind == "sum":
-            return self._weights_of_sum(term, place)
-        if term.divisors or may_differ or not are_equal(term.factors):
+        sizes, is_sum, number = self.chunk_sizes, term.kind == "sum", term.number
+        entries, own = term.counts or sizes, counts_of(term.own)
+        unknown = [one for one in term.factors if not (one.path or one.is_learned)]
+        self._check_weights(term, place)
+        for n in (sizes, entries) if is_sum and not unknown else ():
+            if self._is_divided(term, n):
+                return self._weights_of_mean(n)
+        constant = None if is_sum else tuple(own) or self._weights_of_mean(entries)
+        if not unknown and are_equal(number) and not (is_sum and self._may_count(term)):
+            return constant
+        factors: Sequence[Any] = unknown[0].tensors if unknown else term.inverses()
+        is_one = len(unknown) == 1 and are_equal(number) and unknown[0].divides == is_sum
+        if term.kind == "weights" or not (is_one or (is_sum and not unknown)):
             raise UnclearError("the replicas may multiply a term by different numbers")
-        return tuple(counts_of(term.own)) or self._weights_of_mean(term.counts or sizes)
+        if max(sizes) == 1 and any(isinstance(one, Tensor) and one.dim() for one in factors):
+            raise UnclearError("one sample does not show whether its number divides it")
+        masks = masks_of(term, self.dim) if is_sum else []
+        counts = [self._sum(mask) for mask in masks] or own or term.counts
+        if self._is_argument(factors, counts, term, place):
+            return constant
+        if not is_sum:
+            return None
+        ignore_if_empty(term.nodes, counts)
+        return self._weights_of_mean(term.counts) if counts is term.counts else tuple(counts)
 
-    def _is_times_count(self, term: Term, place: Any) -> bool:
-        """Return whether a cross entropy is multiplied by its count, and so a sum.
+    def _is_divided(self, term: Term, counts: Sequence[int]) -> bool:
+        """Return whether a sum is divided by these counts, and maybe multiplied by a number.
 
-        This waits until the counts differ, as another number may be the same.
+        Raises:
+            UnclearError: in chunks of one size, a number may be the count.
         """
-        known = self.history.fits
-        if place not in known and term.own and term.kind == "mean":
-            counts = [float(count) for count in counts_of(term.own)]
-            fits = counts == [float(number) for number in term.multipliers]
-            if len(set(counts)) > 1 or not fits:
-                known[place] = fits and not term.numbers
-        return bool(known.get(place))
+        if not are_equal(term.number):
+            products = [abs(x * n) for x, n in zip(term.number, counts, strict=True) if n]
+            return bool(products) and are_equal(products)
+        if not are_equal(counts):
+            return False
+        numbers, count = [abs(x) for x in term.numbers if x != -0.5], counts[0]
+        found = [x for x in numbers if are_equal([x, count]) or are_equal([x * count, 1])]
+        if len(found) > 1 or any(x >= 0.5 for x in found):  # 1 / 2 is most often no mean
+            raise UnclearError("one of its factors may be the number of samples")
+        return bool(found)
 
-    def _is_normalized(self, term: Term, place: Any) -> bool:
-        """Return whether the weights of a term's entries have the sum 1, or in a mean the mean 1.
+    def _is_argument(
+        self, factors: Sequence[Any], counts: Sequence[Any], term: Term, place: Any
+    ) -> bool:
+        """Return whether factors are an argument, as ``n.clamp(min=1)`` may be, or counts.
 
-        This waits until they have not. Masks of zeros and ones are no weights.
+        This waits for the devices until it is known.
+
+        Raises:
+            UnclearError: they are neither.
         """
-        known, place = self.history.fits, (place, "weights")
-        masks = [] if place in known else masks_of(term, self.dim)
-        counts = [1 if term.kind == "sum" else mask.numel() for mask in masks]
-        if max(self.chunk_sizes) > 1 and masks and (term.kind == "sum" or counts == term.counts):
-            sums = zip(map(float, map(self._sum, masks)), counts, strict=True)
-            are_one = all(math.isclose(one, count, rel_tol=1e-5) for one, count in sums)
-            if are_one and not all(bool((mask == 1).any()) for mask in masks):
-                return True
-        known[place] = False
-        return False
+        known = self.history.are_arguments
+        if place in known:
+            return known[place]
+        pairs = [(float(x), float(n)) for x, n in zip(factors, counts, strict=True)]
+        # A count may have a small number added; of 0, it may have been replaced by 1.
+        are_counts = all(
+            math.isclose(x, n, rel_tol=1e-6, abs_tol=2e-4) or (x <= 1 and not n) for x, n in pairs
+        )
+        is_argument = not are_counts and bool(self._path_of([x for x, _ in pairs]))
+        if not (are_counts or is_argument) or (term.kind == "mean" and len({*pairs}) == 1):
+            raise UnclearError("one of its factors is neither an argument nor its count")
+        # A count of all entries may be another number in the next call.
+        targets = term.counts or [one.num_targets for one in term.own]
+        if is_argument or any(0 < n != num for (_, n), num in zip(pairs, targets, strict=True)):
+            known[place] = is_argument
+        return is_argument
+
+    def _check_weights(self, term: Term, place: Any) -> None:
+        """Check once that the weights of entries are not normalized by each device.
+
+        Masks of zeros and ones are no weights.
+
+        Raises:
+            UnclearError: their sum is 1, or in a mean their mean.
+        """
+        if (place, "weights") in self.history.seen or max(self.chunk_sizes) == 1:
+            return
+        masks = masks_of(term, self.dim)
+        numbers = [mask.numel() if term.kind == "mean" else 1 for mask in masks]
+        sums = zip(map(float, map(self._sum, masks)), numbers, strict=True)
+        are_one = all(math.isclose(one, number, rel_tol=1e-5) for one, number in sums)
+        if are_one and not all(bool((mask == 1).any()) for mask in masks):
+            raise UnclearError("its entries have weights that each device normalizes")
+        self.history.seen.add((place, "weights"))
+
+    def _may_count(self, term: Term) -> bool:
+        """Return whether a factor of a sum may be its count, which is the same on all devices.
+
+        Raises:
+            UnclearError: nothing can show it.
+        """
+        is_learned = any(one.is_learned for one in term.factors)
+        if max(self.chunk_sizes) == 1 and is_learned:
+            raise UnclearError("one sample does not show whether its number divides it")
+        is_known = any(one.path for one in term.factors) or _NO_COUNTS.issuperset(term.numbers)
+        is_known = (is_known and not is_learned) or bool(self._path_of(term.inverses()))
+        return are_equal(self.chunk_sizes) and not is_known
 
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
         """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
@@ -301,76 +365,11 @@ class Call:
         divisor = math.gcd(*counts) or 1  # so that they are those of means with other widths
         return sizes if follow(counts, sizes) else tuple(count // divisor for count in counts)
 
-    def _weights_of_sum(self, term: Term, place: Any) -> Weights:
-        """Return the weights of a sum: None, or its counts if they divide it.
-
-        Sums add up if nothing divides them, or one number on all replicas, or an argument of the
-        call. A count is that of samples, of entries, of a mask or of a cross entropy. In chunks of
-        one size, one number may be a count, too.
-
-        Raises:
-            UnclearError: it is divided by something else.
-        """
-        sizes, factors, known = self.chunk_sizes, term.factors, self.history.fits
-        is_learned, masks = bool(term.scales) and not term.given, masks_of(term, self.dim)
-        if max(sizes) == 1 and (is_learned or any(one.dim() for one in term.divisors)):
-            raise UnclearError("one sample does not show whether its number divides it")
-        if not term.divisors:
-            inverses = [1 / (factor or math.nan) for factor in factors]
-            for number in filter(None, (sizes, term.counts)):
-                if self._is_divided(term, number):
-                    return self._weights_of_mean(number)
-            may_count = is_learned or not (term.given or _NO_COUNTS.issuperset(term.numbers))
-            may_count = may_count and are_equal(sizes) and not self._path_of(inverses)
-            if are_equal(factors) and not may_count:
-                return None
-        divisors: Sequence[Any] = term.divisors or inverses
-        counts = [self._sum(mask) for mask in masks] or counts_of(term.own) or term.counts
-        if place not in known:  # such calls wait for the devices
-            pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
-            # A count may have a small number added; of 0, it may have been replaced by 1.
-            fits = all(
-                math.isclose(d, n, rel_tol=1e-6, abs_tol=2e-4) or (d <= 1 and not n)
-                for d, n in pairs
-            )
-            # A count of all entries may be another number in the next call.
-            entries = term.counts or [one.num_targets for one in term.own]
-            if not fits or any(0 < n != num for (_, n), num in zip(pairs, entries, strict=True)):
-                # A tensor may have been computed from an argument, as by clamp(min=1).
-                known[place] = fits or (None if self._path_of([d for d, _ in pairs]) else False)
-        if known.get(place, True) is None:
-            return None
-        if not known.get(place, True) or (term.divisors and not are_equal(factors)):
-            other = "it is divided by something other than its count"
-            raise UnclearError(other if term.divisors else "one of its factors may be a count")
-        ignore_if_empty(term.nodes, counts)
-        return self._weights_of_mean(term.counts) if counts is term.counts else tuple(counts)
-
     def _sum(self, mask: Tensor) -> Tensor:
         """Return the sum of a mask, the same tensor for each term that it masks."""
         key = memory_of(mask), mask.shape
         # With the mask, since another one may get the address of one that is freed.
         return self._sums.setdefault(key, (mask, mask.sum()))[1]
-
-    def _is_divided(self, term: Term, counts: Sequence[int]) -> bool:
-        """Return whether a sum is divided by these counts, and maybe multiplied by a constant.
-
-        In chunks of one size a constant has the same effect, so it must be the number of samples or
-        entries, and nothing else may be one.
-
-        Raises:
-            UnclearError: that is not known.
-        """
-        products = [abs(f * n) for f, n in zip(term.factors, counts, strict=True) if n]
-        is_divided = bool(products) and are_equal(products)
-        if not is_divided or not are_equal(term.factors):
-            return is_divided
-        numbers = [abs(x) for x in (*term.numbers, *term.inner) if x != -0.5]
-        found = [(x, n) for n in {self.chunk_sizes[0], *term.counts} for x in numbers]
-        found = [(x, n) for x, n in found if are_equal([x, n]) or are_equal([x * n, 1])]
-        if len(found) > 1 or any(x >= 0.5 for x, _ in found):  # x / 2 is most often no mean
-            raise UnclearError("one of its factors may be the number of samples")
-        return any(n == counts[0] for _, n in found)
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
         """Return which argument divisors or factors are, as ``num_items_in_batch`` is, or ""."""
@@ -475,9 +474,9 @@ def has_means(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _inverse(number: Any) -> Any:
-    """Return 1 / number, of a tensor in double."""
-    return 1 / (number.double() if isinstance(number, Tensor) else number)
+def _tensor(argument: Any) -> Tensor:
+    """Return an argument with one entry as a tensor."""
+    return argument if isinstance(argument, Tensor) else torch.tensor(argument)
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
