@@ -311,7 +311,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "scaled entries": lambda n, x, o: (0.3 * o.square()).sum(),
     "entries by a buffer": lambda n, x, o: (rows(o) / n.temperature).mean(),
     "parts of one mask": lambda n, x, o, mask: (rows(o) * mask + o[:, 0] * mask).sum() / mask.sum(),
-    "summed twice": lambda n, x, o, mask: (o * mask[:, None] / mask.sum()).sum(1).sum(),
+    "summed twice": lambda n, x, o, mask: (o * mask[:, None] / (5 * mask.sum())).sum(1).sum(),
     "tokens by their mask": lambda n, x, o, token_mask: (
         (n.tokens(x).square().mean(-1) * token_mask).sum(1) / token_mask.sum()
     ).sum(),

@@ -20,6 +20,7 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -315,9 +316,13 @@ class Call:
         if place in known:
             return known[place]
         pairs = [(float(x), float(n)) for x, n in zip(factors, counts, strict=True)]
-        # A count may have a small number added; of 0, it may have been replaced by 1.
+        # Those that differ may be multiplied, as by a number of classes. A count may have a small
+        # number added; of 0, it may have been replaced by 1.
+        x, most = max(pairs, key=operator.itemgetter(1))
+        by = most / (x or math.nan) if len({n for _, n in pairs if n}) > 1 and x > most else 1
         are_counts = all(
-            math.isclose(x, n, rel_tol=1e-6, abs_tol=2e-4) or (x <= 1 and not n) for x, n in pairs
+            math.isclose(by * x, n, rel_tol=1e-6, abs_tol=2e-4) or (by * x <= 1 and not n)
+            for x, n in pairs
         )
         is_argument = not are_counts and bool(self._path_of([x for x, _ in pairs]))
         if not (are_counts or is_argument) or (term.kind == "mean" and len({*pairs}) == 1):
