@@ -1,9 +1,9 @@
 """``torch.autocast("lazy")``, with CUDA's lists of operators.
 
 Torch refuses device types without a dispatch key for autocast, such as "lazy". But an autocast key
-works for any tensor that carries it. So emulated tensors carry the key of PrivateUse1, this file
-registers the kernels of that key, which cast arguments above autograd as torch's do, and while
-emulate_devices is open, torch's autocast state for "lazy" is that of "privateuseone". Code that
+works for any tensor that carries it. So emulated tensors carry the key of PrivateUse1. This file
+registers the kernels of that key, which cast arguments above autograd as torch's do. While
+emulate_devices is open, torch's autocast state for "lazy" is that of "privateuseone", so code that
 reads this state, such as activation checkpointing, works unchanged.
 """
 

@@ -221,8 +221,8 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
 def _reduces(node: Any, size: int, dim: int) -> bool:
     """Return whether an operator reduces the samples, in chunks of one size.
 
-    They are along ``dim`` if it has the chunk size, and otherwise along another dimension that
-    has, or along ``dim`` if its length is a multiple, as that of all tokens is.
+    They are along ``dim`` if its length is the chunk size. Otherwise they are along another
+    dimension of that length, or along ``dim`` if its length is a multiple, as for all tokens.
 
     Raises:
         UnclearError: they may be along several.
