@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 import warnings
@@ -91,7 +92,7 @@ def run_and_measure(
         )
         with loop.recording(), replaced_data_parallel(loop) as calls:
             exit_code = run_script(script, script_arguments, is_module)
-        notes, name = tuple(loop.notes()), Path(script).name
+        notes, name = tuple(loop.notes(has_failed=exit_code != 0)), Path(script).name
         tried = loop.last_split
         if exit_code == 1 and tried and tried[0] < even_share(sum(tried), len(tried)):
             fact = f"The script failed after a call in chunks of {tried}"
@@ -120,7 +121,12 @@ def run_and_measure(
 def _place(call: WrappedAt) -> str:
     """Return where a script wraps a model, and the line."""
     filename, line_number = call
-    source = linecache.getline(filename, line_number).strip()
+    lines = linecache.getlines(filename)
+    source = lines[line_number - 1].strip() if lines else ""
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+            start, end = node.lineno, node.end_lineno or 0
+            source = ast.unparse(node) if start <= line_number <= end > start else source
     if is_library(filename):
         return f"{filename}:{line_number}, a line of a library: {source}"
     return f"{os.path.relpath(filename)}:{line_number}: {source}"
@@ -133,7 +139,9 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
     if len(loop.devices) < 2:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.batch_size:
-        return f"Comparing splits takes two steps with the same batches, not {loop.num_iterations}."
+        return (
+            f"Comparing splits takes two steps with batches of one size; {loop.num_iterations} ran."
+        )
     if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
     if sum(map(bool, loop.last.peak_bytes)) < 2:

@@ -67,11 +67,12 @@ class SplitPolicy:
             BalanceWarning: the number has no effect on the first batch.
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
-        if self._is_first and not self.device_weights and 0 < even <= (self.gpu0_bsz or 0):
+        has_even = batch_size > 1 and even <= (self.gpu0_bsz or 0)
+        if self._is_first and not self.device_weights and has_even:
             fact = f"has no effect on this first batch of {batch_size}, split evenly: {chunk_sizes}"
             remedy = f"if other batches are no larger, choose gpu0_bsz below {even}"
             warn(f"gpu0_bsz={self.gpu0_bsz} {fact}; {remedy}")
-        self._is_first &= not batch_size
+        self._is_first &= batch_size < 2
         return chunk_sizes
 
     def remedy(self, batch_size: int) -> str:

@@ -105,8 +105,11 @@ def as_module(criterion: Any) -> nn.Module:
     """
     if isinstance(criterion, nn.Module):
         return criterion
-    if not callable(criterion):
-        raise ArgumentTypeError(f"criterion must be a module or a function, got {criterion!r}")
+    if not callable(criterion) or isinstance(criterion, type):
+        made = f"; make one: {criterion.__name__}()" if isinstance(criterion, type) else ""
+        raise ArgumentTypeError(
+            f"criterion must be a module or a function, got {criterion!r}{made}"
+        )
     if isinstance(criterion, functools.partial) and not criterion.args:
         return _Function(criterion.func, criterion.keywords)
     return _Function(criterion, {})

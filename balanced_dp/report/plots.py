@@ -64,7 +64,7 @@ def draw_peaks(axes: Axes, report: Report) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
     right = axes.twinx()
-    right.plot(values, speeds, "^:", color=THIRD, label=f"{name} (right)")
+    right.plot(values, speeds, "^:", color=THIRD, label=f"{name} (right)", clip_on=False)
     right.set(ylabel=name, ylim=(0, None))
     right.grid(visible=False)
     right.spines["right"].set_visible(True)

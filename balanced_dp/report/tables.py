@@ -143,8 +143,9 @@ def summary(report: Report) -> Iterator[str]:
         yield "BalancedCriterion wraps all from outputs to loss, reshapes included: docs/loss.md."
     if report.is_trainer:
         yield "A Trainer of your own becomes class Balanced(BalancedTrainer, MyTrainer)."
-    # A BalancedTrainer gathers what it needs, in training only the loss, and takes no gather.
-    others = ["gather=False (loss on each device)"] * (report.best.gather and not report.is_trainer)
+    # If forward returns the loss, next to nothing is gathered, as by a BalancedTrainer in training.
+    gathered = report.best.uses[0].get("gathered output", 0) / report.best.peak_bytes[0]
+    others = ["gather=False (loss on each device)"] * (gathered > 0.01)
     others += ["spread=True (parameters on all devices)"] * (not report.best.spread)
     if report.is_script and others:
         yield f"Not measured: {' and '.join(others)}. Change the script and run it again."

@@ -200,18 +200,24 @@ class Loop(AutoSplit):
             measured = max(self.last, measured, key=lambda option: max(option.peak_bytes))
         self.last = measured
 
-    def notes(self) -> Iterator[str]:
-        """Yield notes on unusual measurements."""
+    def notes(self, *, has_failed: bool = False) -> Iterator[str]:
+        """Yield notes on unusual measurements.
+
+        Args:
+            has_failed: whether an error has ended the loop.
+        """
         num_taken, search = self.num_iterations, self.search.search
         if was_ended := self.num_steps is not None and num_taken >= self.num_steps:
-            yield f"The script was ended after {num_taken} training steps (--steps)."
+            steps = f"{num_taken} training step{'s' * (num_taken > 1)}"
+            yield f"The script was ended after {steps} (--steps)."
         elif self.last is not None and not num_taken:
             yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
         if self.options and not self.is_over:
             fact = (
                 f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
             )
-            yield f"{fact}: {'raise --steps' if was_ended else 'train for longer'}."
+            advice = f": {'raise --steps' if was_ended else 'train for longer'}"
+            yield f"{fact}{'' if has_failed else advice}."
         compared = {(split, self.search.accumulates) for split in self.search.highest}
         ranges = [self._ranges[kind] for kind in compared & self._ranges.keys()]
         low, high = min(ranges, key=lambda r: r[0] / r[1], default=(1, 1))

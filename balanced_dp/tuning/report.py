@@ -27,7 +27,7 @@ from .options import Goal, Option, largest_batch, ranked
 SCHEMA = 5
 """The version of a report's fields."""
 
-_WRAPPER = re.compile(r"\b(?:\w+\.)*(Balanced)?DataParallel\((?(1)(?:gpu0_bsz=)?[\w.]+, )")
+_WRAPPER = re.compile(r"\b(?:\w+\.)*(Balanced)?DataParallel\((?(1)(?:gpu0_bsz=)?[\w.\"']+, )")
 """The part of a line that wraps a model which depends on the split."""
 
 RESERVE = 2**30
@@ -221,7 +221,7 @@ class Report:
         """Return the lines that wrap the models of the script as in an option.
 
         They are the script's own lines with another ``gpu0_bsz``, so they keep ``dim``,
-        ``device_ids`` and ``.to(device)``. Of a call in several lines, it is the first.
+        ``device_ids`` and ``.to(device)``.
         """
         call = option.line.partition("model")[0]
 

@@ -12,7 +12,7 @@ import torch
 
 from ..devices import accelerators, capacities_of, training_devices
 from ..emulation.machine import current_machine
-from ..errors import ArgumentError, InfeasiblePlanError
+from ..errors import ArgumentError, ArgumentTypeError, InfeasiblePlanError
 from ..search import MAX_SPLITS, Split
 from ..split import as_integer, even_share, split_batch
 from .options import Goal, Option
@@ -77,11 +77,15 @@ def tune(
 
     Raises:
         ArgumentError: If the batch, the devices or their capacities cannot be used.
+        ArgumentTypeError: If the workload is none.
         InfeasiblePlanError: If no option fits.
         SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
     """
     if goal not in (None, *get_args(Goal)):
         raise ArgumentError(f"goal must be speed, headroom or batch, got {goal!r}")
+    if not isinstance(workload, Workload):
+        fact = "workload must be a Workload, as balanced_dp.tuning.workload.find_workload returns"
+        raise ArgumentTypeError(f"{fact}, got {workload!r}")
     batch_size = as_integer("batch_size", batch_size, minimum=1)
     given = capacities if devices is None else devices
     num = given if given is None or isinstance(given, int) else len(given)

@@ -216,6 +216,7 @@ def test_a_gpu0_bsz_without_effect_warns_once(gpu0_bsz, hooked):
     fresh = copy.deepcopy(parallel)
     message = rf"gpu0_bsz={gpu0_bsz} has no effect on .* of 100, .*: \(25, .* below 25"
     x = torch.randn(100, 4)
+    parallel(x[:1])  # no split of one sample has an effect
     for call in (
         lambda: parallel(x),
         lambda: data_parallel(gpu0_bsz, nn.Identity(), x, ["cpu"] * 4),

@@ -101,6 +101,7 @@ LIMITS = ("peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5", "peak:5
         ({"workload": "b"}, "", "cannot be compared: workload was <script>.* and is b;"),
         ({"batch_size": 48}, "", "batch_size was 24 and is 48"),
         ({"capacity_bytes": (1, 1)}, "", "num_devices was 4 and is 2"),
+        ({"is_trainer": True}, "max_batch:5%", "% of peak, speed, as peak:5%, got 'max_batch"),
     ],
 )
 def test_comparisons_that_are_refused(report, change, limits, message):
@@ -153,8 +154,7 @@ def test_speed_and_samples_on_accelerators():
         ("net = Own(torch.nn.DataParallel(make()))", "net = Own(BalancedDataParallel(6, make()))"),
         # The line lost dim, so batches were split along another dimension.
         ("m = nn.DataParallel(m, dim=1).to(0)", "m = BalancedDataParallel(6, m, dim=1).to(0)"),
-        ("net = BalancedDataParallel(k, net, [0])", "net = BalancedDataParallel(6, net, [0])"),
-        ("model = nn.DataParallel(", "model = BalancedDataParallel(6,"),
+        ("net = BalancedDataParallel('auto', net, [0])", "net = BalancedDataParallel(6, net, [0])"),
         ("model = MyDataParallel(model)", "model = BalancedDataParallel(6, model)"),
     ],
 )

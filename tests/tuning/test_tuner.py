@@ -197,6 +197,8 @@ def test_a_model_that_reads_values():
 def test_what_cannot_be_tuned(batch_size, capacities, options, error, message):
     with pytest.raises(error, match=message):
         tuned(SMALL["mlp"](), batch_size, capacities, **options)
+    with pytest.raises(TypeError, match=r"a Workload, .* got 'gpt2-small'"):
+        tuned("gpt2-small", batch_size, capacities)
 
 
 def test_alternatives_add_to_what_is_asked_for():
