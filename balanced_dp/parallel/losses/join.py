@@ -262,20 +262,25 @@ class Call:
             raise UnclearError(term.unclear)
         sizes, is_sum, number = self.chunk_sizes, term.kind == "sum", term.number
         entries, own = term.counts or sizes, counts_of(term.own)
+        is_learned = any(one.is_learned for one in term.factors)
         unknown = [one for one in term.factors if not (one.path or one.is_learned)]
+        may_hide = is_learned or any(one.tensors[0].dim() for one in unknown)
+        if is_sum and max(sizes) == 1 and may_hide:
+            raise UnclearError("one sample does not show whether its number divides it")
         self._check_weights(term, place)
         for n in (sizes, entries) if is_sum and not unknown else ():
             if self._is_divided(term, n):
                 return self._weights_of_mean(n)
         constant = None if is_sum else tuple(own) or self._weights_of_mean(entries)
-        if not unknown and are_equal(number) and not (is_sum and self._may_count(term)):
+        # In chunks of one size, a number or a learned factor may be the count, too.
+        is_known = not is_learned and (term.factors or _NO_COUNTS.issuperset(term.numbers))
+        may_count = is_sum and are_equal(sizes) and not (is_known or self._path_of(term.inverses()))
+        if not unknown and are_equal(number) and not may_count:
             return constant
         factors: Sequence[Any] = unknown[0].tensors if unknown else term.inverses()
         is_one = len(unknown) == 1 and are_equal(number) and unknown[0].divides == is_sum
         if term.kind == "weights" or not (is_one or (is_sum and not unknown)):
             raise UnclearError("the replicas may multiply a term by different numbers")
-        if max(sizes) == 1 and any(isinstance(one, Tensor) and one.dim() for one in factors):
-            raise UnclearError("one sample does not show whether its number divides it")
         masks = masks_of(term, self.dim) if is_sum else []
         counts = [self._sum(mask) for mask in masks] or own or term.counts
         if self._is_argument(factors, counts, term, place):
@@ -302,9 +307,7 @@ class Call:
             raise UnclearError("one of its factors may be the number of samples")
         return bool(found)
 
-    def _is_argument(
-        self, factors: Sequence[Any], counts: Sequence[Any], term: Term, place: Any
-    ) -> bool:
+    def _is_argument(self, factors: Any, counts: Any, term: Term, place: Any) -> bool:
         """Return whether factors are an argument, as ``n.clamp(min=1)`` may be, or counts.
 
         This waits for the devices until it is known.
@@ -350,19 +353,6 @@ class Call:
         if are_one and not all(bool((mask == 1).any()) for mask in masks):
             raise UnclearError("its entries have weights that each device normalizes")
         self.history.seen.add((place, "weights"))
-
-    def _may_count(self, term: Term) -> bool:
-        """Return whether a factor of a sum may be its count, which is the same on all devices.
-
-        Raises:
-            UnclearError: nothing can show it.
-        """
-        is_learned = any(one.is_learned for one in term.factors)
-        if max(self.chunk_sizes) == 1 and is_learned:
-            raise UnclearError("one sample does not show whether its number divides it")
-        is_known = any(one.path for one in term.factors) or _NO_COUNTS.issuperset(term.numbers)
-        is_known = (is_known and not is_learned) or bool(self._path_of(term.inverses()))
-        return are_equal(self.chunk_sizes) and not is_known
 
     def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
         """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
