@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import linecache
 import os
 import warnings
@@ -121,12 +122,12 @@ def run_and_measure(
 def _place(call: WrappedAt) -> str:
     """Return where a script wraps a model, and the line."""
     filename, line_number = call
-    lines = linecache.getlines(filename)
-    source = lines[line_number - 1].strip() if lines else ""
-    for node in ast.walk(ast.parse("".join(lines))):
-        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-            start, end = node.lineno, node.end_lineno or 0
-            source = ast.unparse(node) if start <= line_number <= end > start else source
+    source = linecache.getline(filename, line_number).strip()
+    with contextlib.suppress(SyntaxError):  # the file may have changed while it ran
+        for node in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
+            if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+                start, end = node.lineno, node.end_lineno or 0
+                source = ast.unparse(node) if start <= line_number <= end > start else source
     if is_library(filename):
         return f"{filename}:{line_number}, a line of a library: {source}"
     return f"{os.path.relpath(filename)}:{line_number}: {source}"
@@ -139,9 +140,8 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
     if len(loop.devices) < 2:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.batch_size:
-        return (
-            f"Comparing splits takes two steps with batches of one size; {loop.num_iterations} ran."
-        )
+        ran = f"{loop.num_iterations} ran{', without optimizer state' * (loop.num_iterations == 1)}"
+        return f"Comparing splits takes two steps with batches of one size; {ran}."
     if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
     if sum(map(bool, loop.last.peak_bytes)) < 2:

@@ -144,8 +144,8 @@ def summary(report: Report) -> Iterator[str]:
     if report.is_trainer:
         yield "A Trainer of your own becomes class Balanced(BalancedTrainer, MyTrainer)."
     # If forward returns the loss, next to nothing is gathered, as by a BalancedTrainer in training.
-    gathered = report.best.uses[0].get("gathered output", 0) / report.best.peak_bytes[0]
-    others = ["gather=False (loss on each device)"] * (gathered > 0.01)
+    gathered = report.best.uses[0].get("gathered output", 0)
+    others = ["gather=False (loss on each device)"] * (gathered > report.best.peak_bytes[0] / 100)
     others += ["spread=True (parameters on all devices)"] * (not report.best.spread)
     if report.is_script and others:
         yield f"Not measured: {' and '.join(others)}. Change the script and run it again."
