@@ -67,8 +67,8 @@ class SplitPolicy:
             BalanceWarning: the number has no effect on the first batch.
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
-        has_even = batch_size > 1 and even <= (self.gpu0_bsz or 0)
-        if self._is_first and not self.device_weights and has_even:
+        has_no_effect = batch_size > 1 and even <= (self.gpu0_bsz or 0)
+        if self._is_first and not self.device_weights and has_no_effect:
             fact = f"has no effect on this first batch of {batch_size}, split evenly: {chunk_sizes}"
             remedy = f"if other batches are no larger, choose gpu0_bsz below {even}"
             warn(f"gpu0_bsz={self.gpu0_bsz} {fact}; {remedy}")

@@ -77,7 +77,7 @@ def tune(
 
     Raises:
         ArgumentError: If the batch, the devices or their capacities cannot be used.
-        ArgumentTypeError: If the workload is none.
+        ArgumentTypeError: If ``workload`` is not a ``Workload``.
         InfeasiblePlanError: If no option fits.
         SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
     """

@@ -541,7 +541,7 @@ def test_evaluation_with_other_arguments_or_a_metric(gpu0_bsz, size, has_metric)
     assert is_exact is not has_metric and "factors or arguments may differ" in told[0]
 
 
-@pytest.mark.parametrize(("number", "k"), [(int, 1), (torch.tensor, 0.5)])
+@pytest.mark.parametrize(("number", "k"), [(lambda items: items / 10, 1), (torch.tensor, 0.5)])
 def test_a_cross_entropy_is_exact_beside_what_is_unclear(number, k):
     """As in Mixtral. Whatever is averaged, the number that divides it is that of the call."""
     penalty = loss_cases.UNKNOWN_PENALTIES["orthogonality"]

@@ -82,7 +82,7 @@ class Factor:
     is_learned: bool = False
 
     def multipliers(self) -> list[Tensor]:
-        """Return by what it multiplies the term on each replica."""
+        """Return the 0-dim tensor that multiplies the term on each replica."""
         return [(1 / t.double() if self.divides else t).reshape(()) for t in self.tensors]
 
 
@@ -114,7 +114,7 @@ class Term:
     unclear: str = ""
 
     def inverses(self) -> list[float]:
-        """Return the numbers that divide it, if one did."""
+        """Return the inverse of ``number`` on each replica: its divisor, if it was divided."""
         return [1 / (number or math.nan) for number in self.number]
 
 

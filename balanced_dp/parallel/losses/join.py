@@ -308,9 +308,10 @@ class Call:
         return bool(found)
 
     def _is_argument(self, factors: Any, counts: Any, term: Term, place: Any) -> bool:
-        """Return whether factors are an argument, as ``n.clamp(min=1)`` may be, or counts.
+        """Return True for factors that equal an argument of the call, and False for counts.
 
-        This waits for the devices until it is known.
+        An argument is recognized by its value, as in ``n.clamp(min=1)``. This waits for the devices
+        until a call has shown which of both they are.
 
         Raises:
             UnclearError: they are neither.
@@ -470,8 +471,8 @@ def has_means(value: object) -> TypeGuard[Tensor]:
 
 
 def _tensor(argument: Any) -> Tensor:
-    """Return an argument with one entry as a tensor."""
-    return argument if isinstance(argument, Tensor) else torch.tensor(argument)
+    """Return an argument with one entry as a tensor, and a number in double."""
+    return argument if isinstance(argument, Tensor) else torch.tensor(argument, dtype=torch.double)
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
