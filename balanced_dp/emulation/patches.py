@@ -43,7 +43,8 @@ def patches(machine: Machine) -> Iterator[None]:
         mock.patch.object(torch.utils, "swap_tensors", _swap_data),
         mock.patch.object(torch.Tensor, "__new__", _new_tensor(machine)),
         mock.patch.object(torch.Tensor, "as_subclass", _as_subclass),
-        _seeded_by_torch(machine),
+        # torch.manual_seed calls it for devices outside of torch, but it knows only PrivateUse1.
+        mock.patch.object(torch.random, "_seed_custom_device", machine.manual_seed_all),
         _optimizers_as_on_cuda(),
         autocast_for_emulated_devices(machine.device_type),
         _failed_backward_frees_its_queue(),
@@ -178,18 +179,6 @@ def _failed_backward_frees_its_queue() -> Patch:
             raise
 
     return mock.patch.object(autograd, "_engine_run_backward", run_backward)
-
-
-def _seeded_by_torch(machine: Machine) -> Patch:
-    # torch.manual_seed calls this function for devices outside of torch, but it seeds only those of
-    # PrivateUse1.
-    seed_other_devices = torch.random._seed_custom_device
-
-    def seed_custom_device(seed: int) -> None:
-        machine.manual_seed_all(seed)
-        seed_other_devices(seed)
-
-    return mock.patch.object(torch.random, "_seed_custom_device", seed_custom_device)
 
 
 @contextmanager
