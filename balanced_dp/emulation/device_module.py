@@ -6,7 +6,7 @@ is an int, a string, a ``torch.device``, or None for the current one, as in ``to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,21 +18,6 @@ Device = torch.device | str | int | None
 
 _initialized = True
 """torch.utils.checkpoint saves the states of the generators only if this is true."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmulatedDeviceProperties:
-    """The properties of an emulated device, memory in bytes.
-
-    The compute capability and the number of multiprocessors are those of an A100, so that scripts
-    choose what recent GPUs support, such as bfloat16.
-    """
-
-    name: str
-    total_memory: int
-    major: int = 8
-    minor: int = 0
-    multi_processor_count: int = 108
 
 
 class device:  # the name of torch.cuda.device
@@ -110,13 +95,22 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 
 def get_device_name(device: Device = None) -> str:
     """Return the device's name."""
-    return get_device_properties(device).name
+    return f"Emulated device {_index(device)}"
 
 
-def get_device_properties(device: Device = None) -> EmulatedDeviceProperties:
-    """Return the device's name and its capacity in bytes."""
-    index = _index(device)
-    return EmulatedDeviceProperties(f"Emulated device {index}", ledger_of(index).capacity_bytes)
+def get_device_properties(device: Device = None) -> Any:
+    """Return the device's name and its capacity in bytes.
+
+    The compute capability and the number of multiprocessors are those of an A100, so that scripts
+    choose what recent GPUs support, such as bfloat16.
+    """
+    return SimpleNamespace(
+        name=get_device_name(device),
+        total_memory=ledger_of(device).capacity_bytes,
+        major=8,
+        minor=0,
+        multi_processor_count=108,
+    )
 
 
 def synchronize(device: Device = None) -> None:
