@@ -173,21 +173,17 @@ def set_default_tensor_type(kind: Any) -> None:
     current_machine().default_device = CUDA if kind.is_cuda else None
 
 
-class _Generator(torch.Generator):
+class Generator(torch.Generator):
     """A generator of any device; as emulated devices, it computes on the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """Return a generator that reports ``device``."""
+        generator: Any = super().__new__(cls)
+        generator._device = to_named(torch.device(to_emulated(device)))
+        return generator
 
     # Torch's stubs have an attribute.
     device = property(lambda self: self._device)
-
-
-def _generator(device: Any = "cpu") -> Any:
-    generator: Any = _Generator()
-    generator._device = to_named(torch.device(to_emulated(device)))
-    return generator
-
-
-_TorchGenerator = torch.Generator
-Generator = _stand_in("Generator", _generator, lambda x: isinstance(x, _TorchGenerator))
 
 
 # Torch makes a tensor that it loads on the device of its storage, then sets the storage.
