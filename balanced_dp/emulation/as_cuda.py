@@ -33,7 +33,7 @@ _Patches = dict[Any, dict[str, Any]]
 @contextmanager
 def named_cuda(machine: Machine) -> Iterator[None]:
     """Give the devices of the current machine the name "cuda" inside a ``with`` block."""
-    everything = _tensors(), _factories(machine), _cuda_modules(machine), _without_hardware(machine)
+    everything = _tensors(), _factories(), _cuda_modules(machine), _without_hardware(machine)
     builtins = torch.jit._builtins._get_builtin_table()  # TorchScript knows functions by their id
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(builtins))
@@ -59,13 +59,13 @@ def _tensors() -> _Patches:
     }
 
 
-def _factories(machine: Machine) -> _Patches:
+def _factories() -> _Patches:
     """Return patches of torch's functions that take a device, and of the default device."""
     factories = default_device._device_constructors()
     get_default: Any = torch.get_default_device
     patches: _Patches = {
         module: {
-            name: translating(function, default=machine if function in factories else None)
+            name: translating(function)
             for name, function in vars(module).items()
             if inspect.isroutine(function) and (function in factories or _takes_device(name))
         }

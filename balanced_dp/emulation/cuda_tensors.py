@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from .machine import DEVICE_TYPE, Machine, current_machine
+from .machine import DEVICE_TYPE, current_machine, has_machine
 
 CUDA = "cuda"
 
@@ -40,14 +40,13 @@ def to_named(device: torch.device) -> torch.device:
     return _Device(CUDA, device.index) if device.type == DEVICE_TYPE else device
 
 
-def translating(
-    function: Callable[..., Any], position: int | None = None, default: Machine | None = None
-) -> Callable[..., Any]:
+def translating(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
     """Return ``function`` with its device translated, and without ``pin_memory``.
 
     The device is the keyword ``device`` or, if it is given, the argument at ``position``. Without
-    either, it is the default device of the machine ``default``, if that is given.
+    either, that of a factory is the default device of the current machine, if that has one.
     """
+    is_factory = function in torch.utils._device._device_constructors()
 
     @functools.wraps(function)
     def translated(*args: Any, **kwargs: Any) -> Any:
@@ -55,17 +54,20 @@ def translating(
             args = (*args[:position], to_emulated(args[position]), *args[position + 1 :])
         if kwargs.get("device") is not None:
             kwargs["device"] = to_emulated(kwargs["device"])
-        elif default is not None and default.default_device and not _has_device_context():
-            kwargs["device"] = to_emulated(default.default_device)
+        elif is_factory and (default := _default_device()):
+            kwargs["device"] = to_emulated(default)
         kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
 
     return translated
 
 
-def _has_device_context() -> bool:
-    modes = torch.overrides._get_current_function_mode_stack()
-    return any(isinstance(mode, torch.utils._device.DeviceContext) for mode in modes)
+def _default_device() -> str | None:
+    """Return the default device of the open context, unless torch has set one of its own."""
+    default = current_machine().default_device if has_machine() else None
+    modes = torch.overrides._get_current_function_mode_stack() if default else ()
+    has_own = any(isinstance(mode, torch.utils._device.DeviceContext) for mode in modes)
+    return None if has_own else default
 
 
 def _stand_in(
@@ -100,6 +102,7 @@ def tensor_methods() -> dict[str, Any]:
     base = torch._C.TensorBase
     new = [name for name in vars(base) if name.startswith("new_")]
     return {
+        "__new__": _new_tensor,
         **{name: translating(getattr(base, name)) for name in new},
         "to": translating(base.to, position=1),
         "cuda": _cuda,
@@ -116,6 +119,14 @@ EMULATED_TENSOR_METHODS = {
     "new": lambda self, *args: _new(self, args),
 }
 """Methods for emulated tensors."""
+
+
+@functools.wraps(torch._C.TensorBase.__new__)  # dynamo compares signatures when it is imported
+def _new_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    default = current_machine().default_device
+    if default and cls is torch.Tensor and not kwargs:
+        return legacy_tensor(torch.get_default_dtype(), default, args)
+    return torch._C.TensorBase.__new__(cls, *args, **kwargs)
 
 
 def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from ..errors import warn
 from . import device_module
 from .as_cuda import named_cuda
 from .autocast import autocast_for_emulated_devices, register_casts
-from .cuda_tensors import legacy_tensor, location_of, restore
+from .cuda_tensors import location_of, restore
 from .kernels import register_kernels
 from .ledger import Label
 from .machine import DEVICE_TYPE, Machine
@@ -41,7 +41,6 @@ def patches(machine: Machine) -> Iterator[None]:
     with (
         _parameters_keep_identity(),
         mock.patch.object(torch.utils, "swap_tensors", _swap_data),
-        mock.patch.object(torch.Tensor, "__new__", _new_tensor(machine)),
         mock.patch.object(torch.Tensor, "as_subclass", _as_subclass),
         # torch.manual_seed calls it for devices outside of torch, but it knows only PrivateUse1.
         mock.patch.object(torch.random, "_seed_custom_device", machine.manual_seed_all),
@@ -56,18 +55,6 @@ def patches(machine: Machine) -> Iterator[None]:
         _no_files() if machine.symbolic else nullcontext(),
     ):
         yield
-
-
-def _new_tensor(machine: Machine) -> Any:
-    new: Any = torch._C.TensorBase.__new__
-
-    @functools.wraps(new)
-    def new_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if machine.default_device and cls is torch.Tensor and not kwargs:
-            return legacy_tensor(torch.get_default_dtype(), machine.default_device, args)
-        return new(cls, *args, **kwargs)
-
-    return new_tensor
 
 
 def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
