@@ -43,6 +43,7 @@ FOR_EMULATION = """
     _C.DispatchKey.AutocastPrivateUse1 _C.DispatchKey.CompositeImplicitAutograd
     ops.aten._conj.default._schema ops.aten._neg_view ops.aten._to_copy
     ops.aten._scaled_dot_product_attention_math _C._storage_Use_Count ops.aten._efficientzerotensor
+    _C._dispatch_get_registrations_for_dispatch_key
 """
 """Without one of these, ``emulate_devices`` raises an EmulationError that names it."""
 

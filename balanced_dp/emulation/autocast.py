@@ -23,22 +23,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .machine import DEVICE_TYPE
 from .tensor import AUTOCAST_KEY, EmulatedTensor
 
-# Source: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and
-# AT_FORALL_PROMOTE of aten/src/ATen/autocast_mode.h, torch 2.13. There, norm gets a dtype.
+# Source: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE of
+# aten/src/ATen/autocast_mode.h, torch 2.13. All others that torch casts on CUDA run in float32.
+# There, norm gets a dtype, and binary_cross_entropy is an error.
 _LOWER_PRECISION = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
     conv_transpose3d convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
     addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
     lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
     scaled_dot_product_attention"""
-_FLOAT32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
-    softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm norm
-    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
-    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
-    upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"""
 _FLOAT32_RESULT = """prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm
     sum"""
 _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot
@@ -88,18 +80,18 @@ def register_casts() -> list[torch.library.Library]:
     """Register the casts; torch removes them when the returned libraries are deallocated."""
     library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, AUTOCAST_KEY.name)
-    for names, cast in (
-        (_LOWER_PRECISION, _to_lower_precision),
-        (_FLOAT32, _to_float32),
-        (_FLOAT32_RESULT, _to_float32_result),
-        (_WIDEST, _to_widest),
-    ):
-        for packet in (getattr(torch.ops.aten, name) for name in names.split()):
-            for overload in packet.overloads():
-                operator = getattr(packet, overload)
-                if not any(argument.is_out for argument in operator._schema.arguments):
-                    kernel = functools.partial(_call, operator, cast)
-                    library.impl(operator, kernel, AUTOCAST_KEY.name)
+    casts = (
+        dict.fromkeys(_LOWER_PRECISION.split(), _to_lower_precision)
+        | dict.fromkeys(_FLOAT32_RESULT.split(), _to_float32_result)
+        | dict.fromkeys(_WIDEST.split(), _to_widest)
+    )
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
+        namespace, _, name = name.partition("::")
+        packet, _, overload = name.partition(".")
+        if namespace == "aten":
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            kernel = functools.partial(_call, operator, casts.get(packet, _to_float32))
+            library.impl(operator, kernel, AUTOCAST_KEY.name)
     return [library, others]
 
 

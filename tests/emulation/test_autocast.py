@@ -97,11 +97,9 @@ def test_the_lists_are_torchs():
     text = header.read_text()
     for macro, names in (
         ("LOWER_PRECISION_FP", autocasting._LOWER_PRECISION),
-        ("FP32", autocasting._FLOAT32.replace(" norm\n", "\n")),
         ("FP32_SET_OPT_DTYPE", autocasting._FLOAT32_RESULT),
         ("PROMOTE", autocasting._WIDEST),
     ):
         defined = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*)", text)[1]
         found = set(re.findall(r"_\((\w+)", defined))
-        assert found | {"norm"} >= set(names.split()) - {"rms_norm"}  # missing before torch 2.13
-        assert found <= set(names.split())
+        assert found == set(names.split())
