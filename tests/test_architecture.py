@@ -14,7 +14,7 @@ ROOT = Path(balanced_dp.__file__).parent
 # In the order of data flow: a file imports only from files above it.
 ORDER = """
 errors units split search torch_versions free_threading
-emulation/ ledger machine symbolic tensor copies kernels autocast device_module
+emulation/ ledger machine symbolic tensor kernels autocast device_module
 emulation/ cuda_functions cuda_tensors as_cuda patches context __init__
 devices
 memory/ records nvml nvml_sampler

@@ -1,4 +1,4 @@
-"""The kernels of the emulated backend: factories, gradients, dropout, attention, recurrent layers.
+"""The kernels of the emulated backend: factories, copies, gradients, dropout, attention, layers.
 
 They are registered with torch's dispatcher when the first ``emulate_devices`` context is entered.
 """
@@ -17,11 +17,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .copies import copy_, to_copy
 from .ledger import Label
-from .machine import current_machine
-from .symbolic import CPU, META, is_known, is_unknown_dtype
-from .tensor import HANDLERS, EmulatedTensor, Wrapped, elem_of, operator, wrap_elem
+from .machine import Machine, current_machine, is_in_backward, label_of_results
+from .symbolic import CPU, META, is_known, is_unknown_dtype, require_known
+from .tensor import (
+    HANDLERS,
+    PROVISIONAL,
+    EmulatedTensor,
+    Wrapped,
+    allocations_of,
+    elem_of,
+    operator,
+    set_label,
+    wrap_elem,
+)
 
 aten = torch.ops.aten
 
@@ -35,7 +44,7 @@ def register_kernels() -> torch.library.Library:
     # Called by torch.tensor([tensor, ...]).
     library.impl("_local_scalar_dense", lambda tensor: elem_of(tensor).item(), "Lazy")
     # Called by torch.tensor(..., device="lazy:0").
-    library.impl("_copy_from", lambda source, target, *_: copy_(target, source), "Lazy")
+    library.impl("_copy_from", lambda source, target, *_: _copy_(target, source), "Lazy")
     # Forward mode stands in for tangents that are zero.
     library.impl("_efficientzerotensor", partial(_make, torch.zeros), "Lazy")
     for overload in ("", ".periodic", ".beta"):
@@ -57,8 +66,8 @@ def register_kernels() -> torch.library.Library:
     HANDLERS.update(
         kernels
         | {
-            aten._to_copy.default: to_copy,
-            aten.copy_.default: copy_,
+            aten._to_copy.default: _to_copy,
+            aten.copy_.default: _copy_,
             aten.add.Tensor: _add,
             # Wrappers have no bit for a conjugation or a sign that is still to be computed.
             aten._conj.default: operator(aten.conj_physical.default),
@@ -83,6 +92,71 @@ def _make(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Emulated
     backing = META if machine.symbolic and is_unknown_dtype(dtype) else CPU
     elem = factory(*args, device=backing, **kwargs)
     return wrap_elem(elem, machine, machine.index_of(device), Label.OTHER)
+
+
+# Copies are the only operators that involve two devices.
+
+
+def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
+    """Return a copy with another dtype, layout or device: ``Tensor.to``."""
+    machine = current_machine()
+    elem = elem_of(self)
+    dtype = kwargs.get("dtype") or elem.dtype
+    target = kwargs.pop("device", None) or self.device
+    kwargs.pop("pin_memory", None)
+    if target.type == "meta":
+        return torch.empty_strided(elem.size(), elem.stride(), dtype=dtype, device=META)
+    if target.type == "cpu":
+        elem = _readable(elem, machine)
+    else:
+        target = machine.devices[machine.index_of(target)]
+    machine.record_copy(self.device, target, elem.numel() * dtype.itemsize)
+    copied: torch.Tensor = operator(aten._to_copy.default).on_shapes(elem, **kwargs)
+    if target.type == "cpu":
+        return copied
+    return wrap_elem(copied, machine, target.index, _copy_label(self, target, machine))
+
+
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copy ``source`` into ``target``, of which at least one is emulated: ``Tensor.copy_``."""
+    machine = current_machine()
+    source_elem = elem_of(source) if isinstance(source, EmulatedTensor) else source
+    machine.record_copy(source.device, target.device, source.numel() * target.dtype.itemsize)
+    if not isinstance(target, EmulatedTensor):
+        return target.copy_(_readable(source_elem, machine))
+    target_elem = elem_of(target)
+    if is_known(target_elem):
+        require_known(source_elem, "copying it into an integer tensor")
+        target_elem.copy_(source_elem)
+    if isinstance(source, EmulatedTensor):
+        if source.device != target.device:
+            set_label(target, _copy_label(source, target.device, machine))
+    else:
+        label = Label.PARAMETER if isinstance(source, torch.nn.Parameter) else Label.INPUT
+        set_label(target, label, over=(Label.OTHER,))
+    return target
+
+
+def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
+    """Return ``elem`` with values that the CPU may read."""
+    if machine.reads_unknown_as_nan and not is_known(elem) and is_unknown_dtype(elem.dtype):
+        return torch.full(elem.shape, math.nan, dtype=elem.dtype, device=CPU)
+    require_known(elem, "copying it to the CPU")
+    return elem
+
+
+def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
+    """Return the label of a copy: that of its source, or gathered output if it changes devices."""
+    label = label_of_results(machine)
+    if label is Label.GRADIENT:
+        set_label(source, label)
+        return label
+    if source.device == target:
+        return label
+    known = allocations_of(source)[0].block.label
+    if known not in PROVISIONAL:
+        return known
+    return label if is_in_backward() else Label.GATHERED_OUTPUT
 
 
 _ENGINE = torch.autograd._engine_run_backward.__code__  # type: ignore[attr-defined]
