@@ -9,11 +9,8 @@ devices. Modules and classes are patched, so this holds in all threads.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed
@@ -23,32 +20,16 @@ import torch.utils._device as default_device
 from ..errors import EmulationError
 from . import cuda_functions, cuda_tensors, device_module
 from .cuda_tensors import CUDA, to_named, translating
-from .machine import Machine
+from .machine import Machine, Patches
 from .tensor import EmulatedTensor
 
-_Patches = dict[Any, dict[str, Any]]
-"""The new attributes of each object."""
+
+def patches_of_names(machine: Machine) -> list[Patches]:
+    """Return the patches that give the devices of ``machine`` the name "cuda"."""
+    return [_tensors(), _factories(), _cuda_modules(machine), _without_hardware(machine)]
 
 
-@contextmanager
-def named_cuda(machine: Machine) -> Iterator[None]:
-    """Give the devices of the current machine the name "cuda" inside a ``with`` block."""
-    everything = _tensors(), _factories(), _cuda_modules(machine), _without_hardware(machine)
-    builtins = torch.jit._builtins._get_builtin_table()  # TorchScript knows functions by their id
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(builtins))
-        for patches in everything:
-            for target, attributes in patches.items():
-                for name, value in attributes.items():
-                    if id(getattr(target, name, None)) in builtins:
-                        builtins[id(value)] = builtins[id(getattr(target, name))]
-                    stack.enter_context(mock.patch.object(target, name, value, create=True))
-        stack.callback(torch.set_default_device, default_device.CURRENT_DEVICE)
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        yield
-
-
-def _tensors() -> _Patches:
+def _tensors() -> Patches:
     nn: Any = torch._C._nn
     return {
         EmulatedTensor: cuda_tensors.EMULATED_TENSOR_METHODS,
@@ -59,11 +40,11 @@ def _tensors() -> _Patches:
     }
 
 
-def _factories() -> _Patches:
+def _factories() -> Patches:
     """Return patches of torch's functions that take a device, and of the default device."""
     factories = default_device._device_constructors()
     get_default: Any = torch.get_default_device
-    patches: _Patches = {
+    patches: Patches = {
         module: {
             name: translating(function)
             for name, function in vars(module).items()
@@ -86,7 +67,7 @@ def _takes_device(name: str) -> bool:
     return any(argument.name == "device" for schema in schemas for argument in schema.arguments)
 
 
-def _cuda_modules(machine: Machine) -> _Patches:
+def _cuda_modules(machine: Machine) -> Patches:
     """Return patches of the functions that ``torch.cuda`` and ``torch.accelerator`` call."""
     streams = {"Stream": cuda_functions.Stream, "Event": cuda_functions.Event}
     exchange = cuda_functions.exchange_device
@@ -111,7 +92,7 @@ def _cuda_modules(machine: Machine) -> _Patches:
     }
 
 
-def _without_hardware(machine: Machine) -> _Patches:
+def _without_hardware(machine: Machine) -> Patches:
     """Return patches of functions that differ without CUDA or with unknown gradients."""
     backends: Any = torch.distributed.Backend.default_device_backend_map
     never = property(lambda self: None, lambda self, value: None)

@@ -10,17 +10,15 @@ reads this state, such as activation checkpointing, works unchanged.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._C import DispatchKeySet
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .machine import DEVICE_TYPE
+from .machine import DEVICE_TYPE, Patches
 from .tensor import AUTOCAST_KEY, EmulatedTensor
 
 # Source: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE of
@@ -43,9 +41,8 @@ _STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "
 _cast_weights = WeakTensorKeyDictionary()
 
 
-@contextmanager
-def autocast_for_emulated_devices(device_type: str) -> Iterator[None]:
-    """Extend torch's autocast functions to emulated devices inside a ``with`` block.
+def patches_of_autocast(device_type: str) -> Patches:
+    """Return patches that extend torch's autocast functions to emulated devices.
 
     Without a device type these functions are about CUDA devices.
     """
@@ -66,13 +63,10 @@ def autocast_for_emulated_devices(device_type: str) -> Iterator[None]:
         clear_cache()
 
     state: dict[str, Any] = {name: translated(getattr(torch, name)) for name in _STATE}
-    is_available = translated(torch._C._is_autocast_available)
-    with (
-        mock.patch.object(torch._C, "_is_autocast_available", is_available),
-        mock.patch.multiple(torch, clear_autocast_cache=clear_autocast_cache, **state),
-    ):
-        yield
-    _cast_weights.clear()
+    return {
+        torch._C: {"_is_autocast_available": translated(torch._C._is_autocast_available)},
+        torch: {"clear_autocast_cache": clear_autocast_cache, **state},
+    }
 
 
 @functools.cache

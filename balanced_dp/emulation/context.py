@@ -100,9 +100,9 @@ def emulate_devices(
     device_type = "cuda" if as_cuda else DEVICE_TYPE
     machine = Machine(_capacities(num_devices, memory), symbolic, device_type)
     require(FOR_EMULATION, "emulated devices", EmulationError)
-    from .patches import patches  # a torch without the names that it uses can still train
+    from .patches import patched  # a torch without the names that it uses can still train
 
-    with make_current(machine), patches(machine):
+    with make_current(machine), patched(machine):
         yield EmulatedDevices(machine)
         _warn_of_leaks(machine)
 

@@ -28,6 +28,10 @@ MAX_DEVICES = 128
 """Torch keeps the index of a device in 8 bits with a sign."""
 
 
+Patches = dict[Any, dict[str, Any]]
+"""The new attributes of each object while a context is open."""
+
+
 class _PerThread(threading.local):
     """The state of each thread."""
 

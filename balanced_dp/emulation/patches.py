@@ -8,11 +8,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils._device as default_device
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -20,41 +21,68 @@ from torch.optim.optimizer import (
 
 from ..errors import warn
 from . import device_module
-from .as_cuda import named_cuda
-from .autocast import autocast_for_emulated_devices, register_casts
+from .as_cuda import patches_of_names
+from .autocast import patches_of_autocast, register_casts
 from .cuda_tensors import location_of, restore
 from .kernels import register_kernels
 from .ledger import Label
-from .machine import DEVICE_TYPE, Machine
+from .machine import DEVICE_TYPE, Machine, Patches, current_machine
 from .tensor import PROVISIONAL, EmulatedTensor, set_label
-
-Patch = AbstractContextManager[object]
 
 
 @contextmanager
-def patches(machine: Machine) -> Iterator[None]:
+def patched(machine: Machine) -> Iterator[None]:
     """Let torch use the devices of ``machine``, inside a ``with`` block, as it uses CUDA's."""
     register_kernels()
     register_casts()
     if not hasattr(torch, DEVICE_TYPE):
         torch._register_device_module(DEVICE_TYPE, device_module)
+    all_patches = [_patches(machine), patches_of_autocast(machine.device_type)]
     with (
-        _parameters_keep_identity(),
-        mock.patch.object(torch.utils, "swap_tensors", _swap_data),
-        mock.patch.object(torch.Tensor, "as_subclass", _as_subclass),
-        # torch.manual_seed calls it for devices outside of torch, but it knows only PrivateUse1.
-        mock.patch.object(torch.random, "_seed_custom_device", machine.manual_seed_all),
-        _optimizers_as_on_cuda(),
-        autocast_for_emulated_devices(machine.device_type),
-        _failed_backward_frees_its_queue(),
-        _labels_from_optimizers(machine),
-        _files_load_to_devices(),
-        # Dynamo would trace the Python code of emulated tensors, and print dozens of warnings.
-        mock.patch.object(torch, "compile", functools.partial(torch.compile, disable=True)),
-        named_cuda(machine) if machine.device_type != DEVICE_TYPE else nullcontext(),
-        _no_files() if machine.symbolic else nullcontext(),
+        register_optimizer_step_pre_hook(_begin_step),
+        register_optimizer_step_post_hook(_end_step),
+        ExitStack() as stack,
     ):
+        if machine.symbolic:
+            all_patches.append(_no_files())
+        if machine.device_type != DEVICE_TYPE:
+            all_patches += patches_of_names(machine)
+            stack.callback(torch.set_default_device, default_device.CURRENT_DEVICE)
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        builtins = torch.jit._builtins._get_builtin_table()  # TorchScript knows functions by id
+        stack.enter_context(mock.patch.dict(builtins))
+        for patches in all_patches:
+            for target, attributes in patches.items():
+                for name, value in attributes.items():
+                    if id(getattr(target, name, None)) in builtins:
+                        builtins[id(value)] = builtins[id(getattr(target, name))]
+                    stack.enter_context(mock.patch.object(target, name, value, create=True))
         yield
+
+
+def _patches(machine: Machine) -> Patches:
+    optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]
+    foreach = [*optimizer._get_foreach_kernels_supported_devices(), DEVICE_TYPE]
+    fused = [*optimizer._get_fused_kernels_supported_devices(), DEVICE_TYPE]
+    registry = [(0, location_of, restore), *torch.serialization._package_registry]
+    return {
+        torch.nn.Module: {"_apply": _applying_in_place()},
+        torch.utils: {"swap_tensors": _swap_data},
+        torch.Tensor: {"as_subclass": _as_subclass},
+        # torch.manual_seed calls it for devices outside of torch, but it knows only PrivateUse1.
+        torch.random: {"_seed_custom_device": machine.manual_seed_all},
+        # On CUDA optimizers update all parameters at once by default (foreach), which takes
+        # temporary memory for all of them, and have a fused kernel on request, which takes none.
+        optimizer: {
+            "_foreach_supported_types": [*optimizer._foreach_supported_types, EmulatedTensor],
+            "_get_foreach_kernels_supported_devices": lambda: foreach,
+            "_get_fused_kernels_supported_devices": lambda: fused,
+        },
+        torch.autograd: {"_engine_run_backward": _freeing_its_queue()},
+        torch.serialization: {"_package_registry": registry},
+        # Dynamo would trace the Python code of emulated tensors, and print dozens of warnings.
+        torch: {"compile": functools.partial(torch.compile, disable=True)},
+    }
 
 
 def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
@@ -62,12 +90,7 @@ def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
     return self if issubclass(cls, EmulatedTensor) else torch._C.TensorBase.as_subclass(self, cls)
 
 
-def _files_load_to_devices() -> Patch:
-    registry = [(0, location_of, restore), *torch.serialization._package_registry]
-    return mock.patch.object(torch.serialization, "_package_registry", registry)
-
-
-def _parameters_keep_identity() -> Patch:
+def _applying_in_place() -> Any:
     # `param.data = ...` cannot turn a plain tensor into a subclass, so Module.to would replace the
     # parameters of each module and untie tied ones. It swaps them in place if torch's flag for that
     # is set. The flag is set in Module._apply only: load_state_dict would swap them, too, and fail
@@ -95,7 +118,7 @@ def _parameters_keep_identity() -> Patch:
                 for buffer in self._buffers.values():
                     set_label(buffer, Label.BUFFER, over=_MAYBE_BUFFER)
 
-    return mock.patch.object(torch.nn.Module, "_apply", swapping_apply)
+    return swapping_apply
 
 
 _MAYBE_BUFFER = (*PROVISIONAL, Label.INPUT, Label.GATHERED_OUTPUT)
@@ -116,8 +139,7 @@ def _swap_data(parameter: Any, other: torch.Tensor) -> None:
         setattr(parameter, name, value)
 
 
-@contextmanager
-def _no_files() -> Iterator[None]:
+def _no_files() -> Patches:
     """Save no files in symbolic mode: saving would fail after emptying the file."""
     save = torch.save
 
@@ -128,34 +150,18 @@ def _no_files() -> Iterator[None]:
     def save_in_memory_only(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         skip(f) if isinstance(f, str | os.PathLike) else save(obj, f, *args, **kwargs)
 
-    safetensors: Patch = nullcontext()
+    patches: Patches = {torch: {"save": save_in_memory_only}}
     if importlib.util.find_spec("safetensors"):
-        name = "safetensors.torch.serialize_file"
-        safetensors = mock.patch(name, lambda tensors, path, **kwargs: skip(path))
-    with mock.patch.object(torch, "save", save_in_memory_only), safetensors:
-        yield
+        skip_file = {"serialize_file": lambda tensors, path, **kwargs: skip(path)}
+        patches[importlib.import_module("safetensors.torch")] = skip_file
+    return patches
 
 
-def _optimizers_as_on_cuda() -> Patch:
-    # On CUDA optimizers update all parameters at once by default (foreach), which takes temporary
-    # memory for all of them, and have a fused kernel on request, which takes none.
-    optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]
-    foreach = [*optimizer._get_foreach_kernels_supported_devices(), DEVICE_TYPE]
-    fused = [*optimizer._get_fused_kernels_supported_devices(), DEVICE_TYPE]
-    return mock.patch.multiple(
-        optimizer,
-        _foreach_supported_types=[*optimizer._foreach_supported_types, EmulatedTensor],
-        _get_foreach_kernels_supported_devices=lambda: foreach,
-        _get_fused_kernels_supported_devices=lambda: fused,
-    )
-
-
-def _failed_backward_frees_its_queue() -> Patch:
+def _freeing_its_queue() -> Any:
     # On the CPU the tasks that a failed backward pass has queued stay in the calling thread's queue
     # and hold their memory until its next backward pass, so a tiny one is run. CUDA devices have
     # threads of their own, which empty their queues.
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -165,24 +171,18 @@ def _failed_backward_frees_its_queue() -> Patch:
             run((one.clone(),), (torch.ones(()),), False, False, (), accumulate_grad=True)
             raise
 
-    return mock.patch.object(autograd, "_engine_run_backward", run_backward)
+    return run_backward
 
 
-@contextmanager
-def _labels_from_optimizers(machine: Machine) -> Iterator[None]:
-    """Label optimizer state, which only optimizers know."""
+# Only optimizers know their state.
 
-    def begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        machine.thread.in_optimizer_step = True
 
-    def end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        machine.thread.in_optimizer_step = False
-        for state in optimizer.state.values():
-            for value in state.values():
-                set_label(value, Label.OPTIMIZER_STATE)
+def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    current_machine().thread.in_optimizer_step = True
 
-    with (
-        register_optimizer_step_pre_hook(begin_step),
-        register_optimizer_step_post_hook(end_step),
-    ):
-        yield
+
+def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    current_machine().thread.in_optimizer_step = False
+    for state in optimizer.state.values():
+        for value in state.values():
+            set_label(value, Label.OPTIMIZER_STATE)
