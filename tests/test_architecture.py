@@ -15,7 +15,7 @@ ROOT = Path(balanced_dp.__file__).parent
 ORDER = """
 errors units split search torch_versions free_threading
 emulation/ ledger machine symbolic tensor kernels autocast device_module
-emulation/ cuda_functions cuda_tensors as_cuda patches context __init__
+emulation/ cuda_functions as_cuda patches context __init__
 devices
 memory/ records nvml nvml_sampler
 memory/ out_of_memory breakdown peaks probe logger __init__

@@ -8,9 +8,12 @@ devices. Modules and classes are patched, so this holds in all threads.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import pkgutil
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -18,10 +21,206 @@ import torch.nn.parallel._functions as parallel_functions
 import torch.utils._device as default_device
 
 from ..errors import EmulationError
-from . import cuda_functions, cuda_tensors, device_module
-from .cuda_tensors import CUDA, to_named, translating
-from .machine import Machine, Patches
+from . import cuda_functions, device_module
+from .machine import DEVICE_TYPE, Machine, Patches, current_machine, has_machine
 from .tensor import EmulatedTensor
+
+CUDA = "cuda"
+
+
+_Device = torch.device
+
+
+def to_emulated(device: Any) -> Any:
+    """Return the emulated device that ``device`` names; return it as it is if it names none.
+
+    Raises:
+        EmulationError: the device does not exist.
+    """
+    is_name = isinstance(device, str) and device.split(":")[0] == CUDA
+    is_device = isinstance(device, _Device) and device.type == CUDA
+    if is_name or is_device or isinstance(device, int):
+        return _Device(DEVICE_TYPE, current_machine().index_of(device))
+    return device
+
+
+def to_named(device: torch.device) -> torch.device:
+    """Return the name of an emulated device; return any other device as it is."""
+    return _Device(CUDA, device.index) if device.type == DEVICE_TYPE else device
+
+
+def translating(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
+    """Return ``function`` with its device translated, and without ``pin_memory``.
+
+    The device is the keyword ``device`` or, if it is given, the argument at ``position``. Without
+    either, that of a factory is the default device of the current machine, if that has one.
+    """
+    is_factory = function in default_device._device_constructors()
+
+    @functools.wraps(function)
+    def translated(*args: Any, **kwargs: Any) -> Any:
+        if position is not None and len(args) > position:
+            args = (*args[:position], to_emulated(args[position]), *args[position + 1 :])
+        if kwargs.get("device") is not None:
+            kwargs["device"] = to_emulated(kwargs["device"])
+        elif is_factory and (default := _default_device()):
+            kwargs["device"] = to_emulated(default)
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return translated
+
+
+def _default_device() -> str | None:
+    """Return the default device of the open context, unless torch has set one of its own."""
+    default = current_machine().default_device if has_machine() else None
+    modes = torch.overrides._get_current_function_mode_stack() if default else ()
+    has_own = any(isinstance(mode, default_device.DeviceContext) for mode in modes)
+    return None if has_own else default
+
+
+def _stand_in(
+    name: str, make: Callable[..., Any], is_instance: Callable[[Any], bool], **attributes: Any
+) -> Any:
+    """Return a stand-in for a class of torch, which creates and recognizes its instances."""
+    special = {
+        "__call__": lambda cls, *args, **kwargs: make(*args, **kwargs),
+        "__instancecheck__": lambda cls, instance: is_instance(instance),
+    }
+    return type("StandIn", (type,), special)(name, (), {"__module__": "torch", **attributes})
+
+
+device = _stand_in(
+    "device",
+    lambda first, *rest, **kwargs: (
+        _Device(CUDA, first) if isinstance(first, int) else _Device(first, *rest, **kwargs)
+    ),
+    lambda instance: isinstance(instance, _Device),
+)
+"""``torch.device``, for which an int is the index of an emulated device."""
+
+
+# Tensors.
+
+# A property, of which torch's stubs know no more than that it is an attribute.
+_device_of_tensor: Any = vars(torch._C.TensorBase)["device"]
+
+
+@functools.wraps(torch._C.TensorBase.__new__)  # dynamo compares signatures when it is imported
+def _new_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    default = current_machine().default_device
+    if default and cls is torch.Tensor and not kwargs:
+        return legacy_tensor(torch.get_default_dtype(), default, args)
+    return torch._C.TensorBase.__new__(cls, *args, **kwargs)
+
+
+def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    return self.to(CUDA if device is None else device, non_blocking=non_blocking, **kwargs)
+
+
+def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    if dtype is None:
+        # Torch has no name for sparse tensors on DEVICE_TYPE.
+        alike = torch.empty(0, dtype=self.dtype, layout=self.layout, device="cpu")
+        name: str = torch._C.TensorBase.type(alike)
+        return name.replace("torch.", f"torch.{CUDA}.", 1) if self.is_cuda else name
+    if isinstance(dtype, str):
+        dtype = pkgutil.resolve_name(dtype)
+    if dtype in LEGACY_TYPES.values():
+        return self.to(CUDA, dtype.dtype, non_blocking)
+    return torch._C.TensorBase.type(self, dtype, non_blocking)
+
+
+def _new(self: torch.Tensor, *args: Any) -> torch.Tensor:
+    if self.is_sparse:  # SparseAdam makes one of its indices and values
+        return torch.sparse_coo_tensor(*args, dtype=self.dtype, device=self.device)
+    return legacy_tensor(self.dtype, self.device, args)
+
+
+# torch.cuda.FloatTensor and the like: deprecated, and still called by scripts.
+
+
+def _legacy_type(name: str) -> Any:
+    dtype = getattr(torch, name).dtype
+    return _stand_in(
+        name,
+        lambda *args: legacy_tensor(dtype, CUDA, args),
+        lambda x: isinstance(x, torch.Tensor) and x.is_cuda and x.dtype == dtype,
+        dtype=dtype,
+        is_cuda=True,
+    )
+
+
+def legacy_tensor(dtype: torch.dtype, device: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    """Return a tensor with the given sizes or the given data."""
+    if len(args) == 1 and not isinstance(args[0], int | torch.Size):
+        return torch.as_tensor(args[0], dtype=dtype).to(device)
+    return torch.empty(*args or (0,), dtype=dtype, device=device)
+
+
+LEGACY_TYPES = {name: _legacy_type(name) for name in torch.cuda.__all__ if name.endswith("Tensor")}
+
+
+def set_default_tensor_type(kind: Any) -> None:
+    """Set the default dtype and device of all threads to those of a type, or of its name."""
+    if isinstance(kind, str):
+        kind = pkgutil.resolve_name(kind)
+    torch.set_default_dtype(kind.dtype)
+    current_machine().default_device = CUDA if kind.is_cuda else None
+
+
+class Generator(torch.Generator):
+    """A generator of any device; as emulated devices, it computes on the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """Return a generator that reports ``device``."""
+        generator: Any = super().__new__(cls)
+        generator._device = to_named(torch.device(to_emulated(device)))
+        return generator
+
+    # Torch's stubs have an attribute.
+    device = property(lambda self: self._device)
+
+
+# Torch makes a tensor that it loads on the device of its storage, then sets the storage.
+
+
+class StorageOnDevice(torch.UntypedStorage):
+    """A CPU storage whose tensor torch creates on an emulated device."""
+
+    _device: torch.device
+    device: Any = property(lambda self: self._device)
+
+
+def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    """Return a copy of a storage whose tensors torch creates on an emulated device."""
+    machine = current_machine()
+    moved = self.clone()
+    moved.__class__ = StorageOnDevice
+    moved._device = machine.devices[machine.index_of(device)]
+    return moved
+
+
+def location_of(storage: torch.UntypedStorage) -> str | None:
+    """Return the location of a storage for a file, or None if it is on no emulated device.
+
+    That is its device if it is named "cuda", and else the CPU, so that the file loads anywhere.
+    """
+    allocation = getattr(storage, "_allocation", None)
+    if allocation is None:
+        return None
+    machine = current_machine()
+    device = machine.devices[machine.ledgers.index(allocation.ledger)]
+    return str(device) if device.type == CUDA else "cpu"
+
+
+def restore(storage: Any, location: str) -> Any:
+    """Return the storage for a tensor on ``location``, or None if it is not an emulated device."""
+    is_emulated = location.split(":")[0] == current_machine().device_type
+    return storage_on_device(storage, location) if is_emulated else None
+
+
+# The patches.
 
 
 def patches_of_names(machine: Machine) -> list[Patches]:
@@ -30,13 +229,28 @@ def patches_of_names(machine: Machine) -> list[Patches]:
 
 
 def _tensors() -> Patches:
-    nn: Any = torch._C._nn
+    """Return patches of methods: those that take a device or name CUDA."""
+    base, nn = torch._C.TensorBase, cast(Any, torch._C._nn)
+    new = [name for name in vars(base) if name.startswith("new_")]
     return {
-        EmulatedTensor: cuda_tensors.EMULATED_TENSOR_METHODS,
-        torch.Tensor: cuda_tensors.tensor_methods(),
+        EmulatedTensor: {
+            "__module__": "torch",  # tensorboardX knows tensors by the name of their class
+            "device": property(lambda self: to_named(_device_of_tensor.__get__(self))),
+            "is_cuda": property(lambda self: True),
+            "record_stream": lambda self, stream: None,
+            "new": _new,
+        },
+        torch.Tensor: {
+            "__new__": _new_tensor,
+            **{name: translating(getattr(base, name)) for name in new},
+            "to": translating(base.to, position=1),
+            "cuda": _cuda,
+            "type": _type,
+            "pin_memory": lambda self, device=None: self,
+        },
         nn: {"_parse_to": translating(nn._parse_to, position=0)},
-        torch: {"device": cuda_tensors.device, "Generator": cuda_tensors.Generator},
-        torch.UntypedStorage: {"cuda": cuda_tensors.storage_on_device},
+        torch: {"device": device, "Generator": Generator},
+        torch.UntypedStorage: {"cuda": storage_on_device},
     }
 
 
@@ -55,7 +269,7 @@ def _factories() -> Patches:
     patches[torch.nested] = {"nested_tensor": translating(torch.nested.nested_tensor)}
     patches[torch] |= {
         "get_default_device": lambda: to_named(get_default()),
-        "set_default_tensor_type": cuda_tensors.set_default_tensor_type,
+        "set_default_tensor_type": set_default_tensor_type,
     }
     init = default_device.DeviceContext.__init__
     return patches | {default_device.DeviceContext: {"__init__": translating(init, position=1)}}
@@ -74,7 +288,7 @@ def _cuda_modules(machine: Machine) -> Patches:
     return {
         torch._C: cuda_functions.ANSWERS,
         torch.cuda: {
-            **(streams | cuda_tensors.LEGACY_TYPES),
+            **(streams | LEGACY_TYPES),
             **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), exchange),
             "_initialized": True,
             "_cached_device_count": len(machine.devices),

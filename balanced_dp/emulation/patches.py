@@ -21,9 +21,8 @@ from torch.optim.optimizer import (
 
 from ..errors import warn
 from . import device_module
-from .as_cuda import patches_of_names
+from .as_cuda import location_of, patches_of_names, restore
 from .autocast import patches_of_autocast, register_casts
-from .cuda_tensors import location_of, restore
 from .kernels import register_kernels
 from .ledger import Label
 from .machine import DEVICE_TYPE, Machine, Patches, current_machine
