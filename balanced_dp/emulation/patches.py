@@ -65,7 +65,7 @@ def _patches(machine: Machine) -> Patches:
     fused = [*optimizer._get_fused_kernels_supported_devices(), DEVICE_TYPE]
     registry = [(0, location_of, restore), *torch.serialization._package_registry]
     return {
-        torch.nn.Module: {"_apply": _applying_in_place()},
+        torch.nn.Module: {"_apply": _apply_in_place},
         torch.utils: {"swap_tensors": _swap_data},
         torch.Tensor: {"as_subclass": _as_subclass},
         # torch.manual_seed calls it for devices outside of torch, but it knows only PrivateUse1.
@@ -77,7 +77,7 @@ def _patches(machine: Machine) -> Patches:
             "_get_foreach_kernels_supported_devices": lambda: foreach,
             "_get_fused_kernels_supported_devices": lambda: fused,
         },
-        torch.autograd: {"_engine_run_backward": _freeing_its_queue()},
+        torch.autograd: {"_engine_run_backward": _run_backward},
         torch.serialization: {"_package_registry": registry},
         # Dynamo would trace the Python code of emulated tensors, and print dozens of warnings.
         torch: {"compile": functools.partial(torch.compile, disable=True)},
@@ -89,42 +89,40 @@ def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
     return self if issubclass(cls, EmulatedTensor) else torch._C.TensorBase.as_subclass(self, cls)
 
 
-def _applying_in_place() -> Any:
+_future: Any = torch.__future__
+_apply = torch.nn.Module._apply
+_swap_all = torch.utils.swap_tensors
+_lock = threading.RLock()
+
+
+# Module._apply has no annotations, so mypy wants its calls ignored.
+@functools.wraps(_apply)
+def _apply_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     # `param.data = ...` cannot turn a plain tensor into a subclass, so Module.to would replace the
     # parameters of each module and untie tied ones. It swaps them in place if torch's flag for that
     # is set. The flag is set in Module._apply only: load_state_dict would swap them, too, and fail
     # if a graph holds a parameter.
-    future: Any = torch.__future__
-    apply = torch.nn.Module._apply
-    lock = threading.RLock()
-
-    # Module._apply has no annotations, so mypy wants its calls ignored.
-    @functools.wraps(apply)
-    def swapping_apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with lock:  # all threads share the flag
-            before = future.get_swap_module_params_on_conversion()
-            future.set_swap_module_params_on_conversion(True)
-            try:
-                return apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
-                if "Couldn't swap" not in str(error):
-                    raise
-                # A graph, a view or a weak reference holds a parameter: replace it instead.
-                future.set_swap_module_params_on_conversion(False)
-                return apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-            finally:
-                future.set_swap_module_params_on_conversion(before)
-                for buffer in self._buffers.values():
-                    set_label(buffer, Label.BUFFER, over=_MAYBE_BUFFER)
-
-    return swapping_apply
+    with _lock:  # all threads share the flag
+        before = _future.get_swap_module_params_on_conversion()
+        _future.set_swap_module_params_on_conversion(True)
+        try:
+            return _apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):
+                raise
+            # A graph, a view or a weak reference holds a parameter: replace it instead.
+            _future.set_swap_module_params_on_conversion(False)
+            return _apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            _future.set_swap_module_params_on_conversion(before)
+            for buffer in self._buffers.values():
+                set_label(buffer, Label.BUFFER, over=_MAYBE_BUFFER)
 
 
 _MAYBE_BUFFER = (*PROVISIONAL, Label.INPUT, Label.GATHERED_OUTPUT)
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_swap_all = torch.utils.swap_tensors
 
 
 def _swap_data(parameter: Any, other: torch.Tensor) -> None:
@@ -156,21 +154,19 @@ def _no_files() -> Patches:
     return patches
 
 
-def _freeing_its_queue() -> Any:
+_run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
     # On the CPU the tasks that a failed backward pass has queued stay in the calling thread's queue
     # and hold their memory until its next backward pass, so a tiny one is run. CUDA devices have
     # threads of their own, which empty their queues.
-    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except RuntimeError:
-            one = torch.ones((), requires_grad=True)
-            run((one.clone(),), (torch.ones(()),), False, False, (), accumulate_grad=True)
-            raise
-
-    return run_backward
+    try:
+        return _run(*args, **kwargs)
+    except RuntimeError:
+        one = torch.ones((), requires_grad=True)
+        _run((one.clone(),), (torch.ones(()),), False, False, (), accumulate_grad=True)
+        raise
 
 
 # Only optimizers know their state.
