@@ -37,9 +37,9 @@ def to_emulated(device: Any) -> Any:
     Raises:
         EmulationError: the device does not exist.
     """
-    is_name = isinstance(device, str) and device.split(":")[0] == CUDA
-    is_device = isinstance(device, _Device) and device.type == CUDA
-    if is_name or is_device or isinstance(device, int):
+    if isinstance(device, str):
+        device = _Device(device)
+    if isinstance(device, int) or (isinstance(device, _Device) and device.type == CUDA):
         return _Device(DEVICE_TYPE, current_machine().index_of(device))
     return device
 
@@ -202,16 +202,14 @@ def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False)
 
 
 def location_of(storage: torch.UntypedStorage) -> str | None:
-    """Return the location of a storage for a file, or None if it is on no emulated device.
+    """Return the location of a storage for a file, or None if it is on no device named "cuda".
 
-    That is its device if it is named "cuda", and else the CPU, so that the file loads anywhere.
+    To torch, storages of emulated devices are on the CPU, so that the file loads anywhere.
     """
-    allocation = getattr(storage, "_allocation", None)
-    if allocation is None:
+    machine, allocation = current_machine(), getattr(storage, "_allocation", None)
+    if allocation is None or machine.device_type != CUDA:
         return None
-    machine = current_machine()
-    device = machine.devices[machine.ledgers.index(allocation.ledger)]
-    return str(device) if device.type == CUDA else "cpu"
+    return f"{CUDA}:{machine.ledgers.index(allocation.ledger)}"
 
 
 def restore(storage: Any, location: str) -> Any:
