@@ -73,10 +73,11 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
 def _default_device() -> str | None:
     """Return the default device of the open context, unless torch has set one of its own."""
-    default = current_machine().default_device if has_machine() else None
-    modes = torch.overrides._get_current_function_mode_stack() if default else ()
+    if not has_machine() or not current_machine().default_device:
+        return None
+    modes = torch.overrides._get_current_function_mode_stack()
     has_own = any(isinstance(mode, default_device.DeviceContext) for mode in modes)
-    return None if has_own else default
+    return None if has_own else current_machine().default_device
 
 
 def _stand_in(
