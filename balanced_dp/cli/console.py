@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,10 +33,7 @@ def open_console(*, stderr: bool = False) -> Console:
 
 def print_text(console: Console, text: str) -> None:
     """Print sentences; a terminal wraps them between words, and other readers get one line."""
-    if console.is_terminal:
-        wrap = textwrap.TextWrapper(console.width, break_long_words=False, break_on_hyphens=False)
-        text = "\n".join(map(wrap.fill, text.split("\n")))
-    console.print(text, soft_wrap=True)
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def say(text: str) -> None:

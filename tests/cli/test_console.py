@@ -63,7 +63,7 @@ def test_the_answer_fits_80_columns(first, others, num_devices):
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_errors_are_wrapped_between_words(width, monkeypatch):
-    path = f"{'long-folder/' * 9}train.py"
+    path = f"{'long-folder/' * 4}train.py"
     text = f"{path} has no {'word ' * 20}at the end"
 
     def fail():
@@ -73,4 +73,4 @@ def test_errors_are_wrapped_between_words(width, monkeypatch):
     with shown(width) as lines, pytest.raises(SystemExit):
         commands.main()
     assert " ".join(line.rstrip() for line in lines) == f"balanced-dp: {text}"
-    assert max(len(line.rstrip()) for line in lines if path not in line) <= width
+    assert max(len(line.rstrip()) for line in lines) <= width
