@@ -172,7 +172,7 @@ def tune(
     if context.info_name == "plan" and memory is None:
         raise ArgumentError("plan needs --memory, the capacity of each device: --memory 11GiB")
     try:
-        with console.progress_bar("measuring training steps") as update:
+        with console.open_console(stderr=True).status("measuring training steps"):
             report = measure(
                 workload,
                 workload.batch_size if batch_size is None else batch_size,
@@ -183,7 +183,6 @@ def tune(
                 emulate=emulate,
                 symbolic=not numeric,
                 goal=goal,
-                on_measurement=lambda option: update(advance=1),
             )
     except SymbolicValueError as error:
         why = f"reads values{_where(error)}, which needs --numeric: {error}"
@@ -326,10 +325,8 @@ def demo(
     from . import demo as demos
 
     arguments.check_outputs(json_file)
-    with console.progress_bar("training steps", 3 * steps) as update:
-        report, runs = demos.run_demo(
-            num_devices, steps, gpu0_bsz, emulate=emulate, on_step=lambda: update(advance=1)
-        )
+    with console.open_console(stderr=True).status("training three times"):
+        report, runs = demos.run_demo(num_devices, steps, gpu0_bsz, emulate=emulate)
     console.write(json_file, report_json, report)
     if json_file != arguments.STDOUT:
         console.print_parts(console.open_console(), demos.answer(runs))

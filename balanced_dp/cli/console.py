@@ -1,18 +1,15 @@
-"""Print sentences, tables and progress, and write files."""
+"""Print sentences and tables, and write files."""
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Column, Table
 
 from ..memory.records import DeviceMemory
@@ -95,14 +92,6 @@ def show(report: Report, json_file: Path | None, html: Path | None, stderr: bool
         console = open_console(stderr=stderr)
         console.print(title(report), style="bold", soft_wrap=True)
         print_parts(console, answer(report))
-
-
-@contextmanager
-def progress_bar(description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr, and yield the function that updates it."""
-    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    with bar:
-        yield functools.partial(bar.update, bar.add_task(description, total=total))
 
 
 def memory_of_gpus(memories: Sequence[DeviceMemory]) -> Iterator[Part]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,7 +45,6 @@ def run_demo(
     gpu0_bsz: int | None = None,
     *,
     emulate: bool = False,
-    on_step: Callable[[], object] = lambda: None,
 ) -> tuple[Report, list[DemoRun]]:
     """Return the report of tune on emulated devices, and the training runs.
 
@@ -56,7 +55,6 @@ def run_demo(
         steps: training steps of each run, at least 1.
         gpu0_bsz: samples of device 0 in the last run; None means those that ``tune`` finds.
         emulate: whether to emulate devices even if there are two or more accelerators.
-        on_step: called after each training step.
     """
     found = accelerators(num_devices, emulate)
     num = num_devices or len(found) or 4
@@ -68,7 +66,6 @@ def run_demo(
 
         def on_loss(loss: torch.Tensor, losses: list[float] = losses) -> None:
             losses.append(loss.item())
-            on_step()
 
         with training_devices(num, emulate=not found) as devices:
             used = devices[: 1 if name == "one device" else num]
