@@ -14,7 +14,7 @@ from ..devices import accelerators, capacities_of, training_devices
 from ..emulation.machine import current_machine
 from ..errors import ArgumentError, ArgumentTypeError, InfeasiblePlanError
 from ..search import MAX_SPLITS, Split
-from ..split import as_integer, even_share, split_batch
+from ..split import as_integer, split_batch
 from .options import Goal, Option
 from .report import Report, checked_reserve, mode_of
 from .step import StepMeter
@@ -108,9 +108,10 @@ def tune(
         reserve = checked_reserve(reserve, capacities)
         meter = stack.enter_context(StepMeter(workload, devices))
         run = _Run(meter, batch_size, sorted(set(sweep)), on_measurement)
+        even = split_batch(batch_size, len(devices), batch_size)
         report = Report.of(
             devices,
-            [run.measured(run.even_split, gather, spread)],
+            [run.measured(even, gather, spread)],
             capacities,
             reserve,
             goal,
@@ -143,17 +144,6 @@ class _Run:
     on_measurement: Callable[[Option], object]
     known: dict[tuple[Split, bool, bool], Option] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        num_devices = len(self.meter.devices)
-        even = even_share(self.batch_size, num_devices)
-        self.even_split = split_batch(self.batch_size, num_devices, even)
-        if self.swept and not 0 <= self.swept[0] <= self.swept[-1] <= even:
-            raise ArgumentError(
-                f"sweep goes from {self.swept[0]} to {self.swept[-1]}, but for a batch of "
-                f"{self.batch_size} on {num_devices} devices gpu0_bsz is from 0 to {even}, the "
-                "even split"
-            )
-
     def measured(self, split: Split, gather: bool, spread: bool) -> Option:
         """Return the measurement of a split."""
         key = split, gather, spread
@@ -175,7 +165,7 @@ class _Run:
 
         limit = _LARGEST_MULTIPLE * size if report.mode == "emulated" else _LARGEST_BATCH
         search = WorkloadSearch(size, budgets, self.meter.smallest_chunk, largest=limit)
-        tell(self.even_split)
+        tell(search.split(search.even))
         for split in map(search.split, self.swept):
             if search.allows(split):
                 tell(split)
