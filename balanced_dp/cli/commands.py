@@ -357,10 +357,9 @@ def main() -> None:
         return
     except BalancedDataParallelError as error:
         exit_code, text = 1 if isinstance(error, ProbeError) else 2, str(error)
-    except OSError as error:  # stdout or stderr is full, or its reader has gone
+    except OSError as error:  # stdout is full; typer ends the command if its reader has gone
         null = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2) if isinstance(error, BrokenPipeError) else (1,):
-            os.dup2(null, stream)  # else Python fails again when it flushes them at its end
+        os.dup2(null, 1)  # else Python fails again when it flushes stdout at its end
         exit_code, text = 2, f"the output cannot be written: {error.strerror}"
     from . import console
 
