@@ -34,20 +34,9 @@ class WorkloadSearch(Search):
         """
         yield from super().wanted()
         num, told = len(self.budgets), self.told.items()
-        even = {s: max(full) - 1 for s, full in told if s == split_batch(sum(s), num, sum(s))}
-        share = yield from self.find(
-            {s[0]: y for s, y in even.items() if s[0] == s[-1]},
-            range(1, self.largest // num + 1),
-            lambda n: (n,) * num,
-            close=_CLOSE,
-            bends_up=True,
-            start=self.even,
-        )
-        # With one more, most devices have a larger chunk already.
-        fits = share * num
-        sizes = range(fits + fits // _CLOSE + 1, min(fits + num, self.largest + 1))
-        by_size = {sum(s): y for s, y in even.items() if sum(s) in sizes}
-        yield from self.find(by_size, sizes, lambda n: split_batch(n, num, n), close=_CLOSE)
+        even = {sum(s): max(f) - 1 for s, f in told if s == split_batch(sum(s), num, sum(s))}
+        sizes = range(1, self.largest + 1)
+        yield from self.find(even, sizes, lambda n: split_batch(n, num, n), close=_CLOSE)
         chunk = yield from self.find(
             dict(sorted((s[1], max(full[1:]) - 1) for s, full in told if s[1])),
             range(1, self.largest // (num - 1) + 1),
