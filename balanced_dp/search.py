@@ -137,8 +137,7 @@ class Search:
         yield from self.find(self._over(), values, self.split, slope)
         known = self._values()
         if (best := self.best) is not None:
-            has_fit = any(max(full) <= 1 for full in known.values())
-            for limit in (max(known[best]) * (1 + EQUAL), *[1.0] * (self.for_speed and has_fit)):
+            for limit in (max(known[best]) * (1 + EQUAL), *[1.0] * self.for_speed):
                 over = {value: full[0] - limit for value, full in known.items()}
                 yield from self.find(over, values, self.split, bends_up=True)
 
