@@ -34,13 +34,9 @@ def named_arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
     """Return the name and value of each argument; positional ones have the parameters' names."""
-    names: list[str] = []
-    rest = "inputs"
-    for parameter in parameters(function).values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            rest = parameter.name
+    known = parameters(function).values()
+    names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in known if p.kind is p.VAR_POSITIONAL), "inputs")
     names.extend(f"{rest}.{i}" for i in range(len(args) - len(names)))
     return [*zip(names, args, strict=False), *kwargs.items()]
 
