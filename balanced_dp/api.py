@@ -16,10 +16,10 @@ from .errors import SymbolicValueError as SymbolicValueError
 from .memory import MemoryLogger as MemoryLogger
 from .memory import MemoryProbe as MemoryProbe
 from .memory import memory_breakdown as memory_breakdown
-from .parallel import BalancedCriterion as BalancedCriterion
-from .parallel import BalancedDataParallel as BalancedDataParallel
-from .parallel import PerDevice as PerDevice
-from .parallel import balanced_data_parallel as balanced_data_parallel
+from .parallel.criterion import BalancedCriterion as BalancedCriterion
+from .parallel.data_parallel import BalancedDataParallel as BalancedDataParallel
+from .parallel.functional import balanced_data_parallel as balanced_data_parallel
+from .parallel.per_device import PerDevice as PerDevice
 from .split import split_batch as split_batch
 from .split import split_by_weights as split_by_weights
 from .tuning import Option as Option
