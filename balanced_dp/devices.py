@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -99,7 +99,6 @@ def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[
     return found[:num_devices] if len(found) >= (num_devices or 2) else []
 
 
-@contextlib.contextmanager
 def training_devices(
     num_devices: int | None = None,
     *,
@@ -107,7 +106,7 @@ def training_devices(
     symbolic: bool = False,
     as_cuda: bool = False,
     emulate: bool = False,
-) -> Iterator[Sequence[torch.device]]:
+) -> AbstractContextManager[Sequence[torch.device]]:
     """Provide the GPUs of this machine, or emulated devices if there are too few.
 
     With ``num_devices``, they are the first GPUs if there are that many, otherwise emulated
@@ -124,9 +123,9 @@ def training_devices(
         as_cuda: whether emulated devices are named as CUDA's, as in ``emulate_devices``.
         emulate: whether to emulate devices even if there are GPUs.
 
-    Yields:
-        The devices. Move the module to the first one, and pass them all as ``device_ids``, which
-        may be omitted if ``num_devices`` is.
+    Returns:
+        A context manager that yields the devices. Move the module to the first one, and pass them
+        all as ``device_ids``, which may be omitted if ``num_devices`` is.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.
@@ -143,11 +142,9 @@ def training_devices(
     if num_devices is not None:
         num_devices = as_integer("num_devices", num_devices, minimum=1)
     if found := accelerators(num_devices, emulate):
-        yield found
-        return
+        return nullcontext(found)
     num = num_devices or 4
-    with emulate_devices(num, memory=memory, symbolic=symbolic, as_cuda=as_cuda) as devices:
-        yield devices
+    return emulate_devices(num, memory=memory, symbolic=symbolic, as_cuda=as_cuda)
 
 
 CUDA_LIKE = {"cuda"}
