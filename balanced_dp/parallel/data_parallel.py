@@ -17,9 +17,9 @@ copies their gradients to the device of the parameter, where autograd adds them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,17 +32,15 @@ from ..split import as_integer
 from .auto import STATE_KEY, split_policy
 from .check import CheckResult, compare
 from .gather import Gather
-from .homes import on_one_device, spread_parameters
+from .homes import move_in_place, spread_parameters
 from .losses.cross_entropy import current_call, running
 from .losses.join import Call, OutputHistory
 from .losses.weights import ScalarOutputs, check_options
 from .nested import check_paths
 from .parallel_apply import parallel_apply
 from .per_device import PerDevice
-from .replicate import Replicator
+from .replicate import ModuleT, Replicator
 from .scatter import Inputs
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 DeviceIds = Sequence[int | torch.device]
 """Devices as in nn.DataParallel: an accelerator by its index, any other device as itself."""
@@ -393,13 +391,21 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Return the device that keeps each parameter, by name."""
         return {name: parameter.device for name, parameter in self.module.named_parameters()}
 
-    def on_one_device(self) -> AbstractContextManager[ModuleT]:
+    @contextmanager
+    def on_one_device(self) -> Iterator[ModuleT]:
         """Context manager that yields the module with all its parameters on ``device_ids[0]``.
 
         For ``generate``, export and so on: with ``spread``, the module cannot run by itself.
         Afterwards, parameters are at their homes again.
         """
-        return on_one_device(self.module, self.devices[0])
+        homes = [(parameter, parameter.device) for parameter in self.module.parameters()]
+        try:
+            for parameter, _ in homes:
+                move_in_place(parameter, self.devices[0])
+            yield self.module
+        finally:
+            for parameter, home in homes:
+                move_in_place(parameter, home)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from ..devices import capacities_of
 from .copies import BUCKET_BYTES
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> None:
@@ -44,25 +40,12 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
         held[home] += size
         free_bytes -= size
         for parameter in own:
-            _move(parameter, home)
+            move_in_place(parameter, home)
         for buffer in submodule.buffers(recurse=False):
-            _move(buffer, devices[0])
+            move_in_place(buffer, devices[0])
 
 
-@contextlib.contextmanager
-def on_one_device(module: ModuleT, device: torch.device) -> Iterator[ModuleT]:
-    """Context manager that yields the module with all its parameters on ``device``."""
-    homes = [(parameter, parameter.device) for parameter in module.parameters()]
-    try:
-        for parameter, _ in homes:
-            _move(parameter, device)
-        yield module
-    finally:
-        for parameter, home in homes:
-            _move(parameter, home)
-
-
-def _move(tensor: torch.Tensor, device: torch.device) -> None:
+def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:
     """Move a tensor and its gradient; the tensor keeps its identity. An offloaded one stays."""
     if tensor.device == device or tensor.is_meta:
         return
