@@ -346,7 +346,14 @@ def make_nodes(
         received: Sequence[torch.Tensor] = originals
         # Receive runs even if its own bucket has no gradients; hooks would be called with None.
         if is_cuda(home) and not has_hooks(originals[0]):
-            *received, next_token = _receive(originals)
+            # The first use of a parameter makes the node that accumulates its gradients, and this
+            # runs on the current stream. So the first use is on the stream that computes, and the
+            # nodes live until the second, whose node runs on the gradient stream of the home.
+            first = Receive.apply(*originals)  # type: ignore[no-untyped-call]
+            with on_stream(side_stream(home, home)):
+                *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
+            del first
+            run_at_once(next_token.grad_fn)
         for device, own in copies.items():
             if device == home:
                 continue
@@ -360,17 +367,3 @@ def make_nodes(
             for i, part in zip(positions, parts, strict=True):
                 own[i] = part
         token = next_token
-
-
-def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the outputs of ``Receive``, whose node runs on the gradient stream of the home."""
-    home = originals[0].device
-    # The first use of a parameter makes the node that accumulates its gradients, and this runs on
-    # the current stream. So the first use is on the stream that computes, and the nodes live until
-    # the second. Torch gives Function.apply no types.
-    first = Receive.apply(*originals)  # type: ignore[no-untyped-call]
-    with on_stream(side_stream(home, home)):
-        received: Sequence[torch.Tensor] = Receive.apply(*originals)  # type: ignore[no-untyped-call]
-    del first
-    run_at_once(received[-1].grad_fn)
-    return received
