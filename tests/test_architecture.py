@@ -17,7 +17,7 @@ errors units split search torch_versions free_threading
 emulation/ ledger machine symbolic tensor kernels autocast device_module
 emulation/ cuda_functions as_cuda patches context __init__
 devices
-memory/ records nvml nvml_sampler
+memory/ records nvml
 memory/ out_of_memory breakdown peaks probe logger __init__
 parallel/ nested scatter copies homes shared_weights
 parallel/losses/ cross_entropy graph weights join __init__

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pynvml
 import pytest
 import torch
-
-from balanced_dp.memory.nvml import connection
 
 SOURCE = Path(__file__).with_name("nvml_stand_in.c")
 NUM_BOARDS, NUM_UNITS = 3, 5
@@ -61,18 +59,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture
-def driver(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, no_accelerator: None
-) -> Iterator[Driver]:
+def driver(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, no_accelerator: None) -> Driver:
     """The driver's state; torch sees no GPU."""
     state = Driver.in_dll(library, "state")
     ctypes.memset(ctypes.addressof(state), 0, ctypes.sizeof(state))
     state.used[:], state.reserved = USED, RESERVED
     monkeypatch.setattr(pynvml, "nvmlLib", library)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    connection.cache_clear()
-    yield state
-    connection.cache_clear()
+    return state
 
 
 def cuda_device(unit: int, uuid: str | None = None) -> SimpleNamespace:
