@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ArgumentError
-from ..parallel.nested import items, rebuild
+from ..parallel.nested import leaves, replaced
 from ..split import as_integer, split_by_weights
 
 _ORDER = ("num_samples", "shuffle", "seed")
@@ -201,11 +201,6 @@ class EmptyBatches:
         """Return a batch of ``samples``, which may be an empty list."""
         if samples:
             return self.collate_fn(samples)
-        return _without_rows(self.collate_fn([self.dataset[0]]))
-
-
-def _without_rows(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[:0] if batch.dim() else batch
-    named = items(batch)
-    return batch if named is None else rebuild(batch, [_without_rows(value) for _, value in named])
+        batch = self.collate_fn([self.dataset[0]])
+        tensors = (pair for pair in leaves(batch) if isinstance(pair[1], Tensor))
+        return replaced(batch, {path: tensor[:0] for path, tensor in tensors if tensor.dim()})
