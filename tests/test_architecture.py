@@ -27,7 +27,7 @@ parallel/ functional __init__
 tuning/ models workload options step report workload_search tuner loop __init__
 api __init__
 validation/ checks __init__
-distributed/ ranks batch_sampler loss_scaling to_ddp __init__
+distributed/ ranks loss_scaling to_ddp __init__
 integrations/ __init__ transformers replacements
 report/ tables plots documents compare json_file __init__
 cli/ __init__ arguments console script run demo commands

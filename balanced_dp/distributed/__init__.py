@@ -4,9 +4,8 @@ They work with ``DistributedDataParallel`` and ``fully_shard``, started by torch
 adds what these lack: chunks of different sizes, and a loss that is scaled for exact gradients.
 """
 
-from .batch_sampler import BalancedBatchSampler, EmptyBatches
 from .loss_scaling import count_all_ranks, scale_loss
-from .ranks import split_ranks
+from .ranks import BalancedBatchSampler, EmptyBatches, split_ranks
 from .to_ddp import convert
 
 __all__ = [

@@ -1,14 +1,23 @@
-"""The chunk size of each rank."""
+"""The chunk size of each rank, and the batches that a sampler makes with them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ArgumentError
+from ..parallel.nested import leaves, replaced
 from ..split import as_integer, split_batch, split_by_weights
 from ..units import format_bytes
+
+_ORDER = ("num_samples", "shuffle", "seed")
+"""Attributes that determine the order of the samples."""
 
 
 def split_ranks(
@@ -72,3 +81,190 @@ def split_ranks(
             f"world_size={world_size}, but weights or capacities are given for {len(weights)} ranks"
         )
     return split_by_weights(batch_size, weights, rank0_bsz)
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """A batch sampler for one rank, which yields ``chunk_sizes[rank]`` indices of each batch.
+
+    Use it as the ``batch_sampler`` of a ``DataLoader``. In each epoch, every sample is yielded
+    exactly once over all ranks. A smaller last batch is split in the same proportion, without
+    repeated or dropped samples (except with ``drop_last``). All ranks have the same number of
+    batches.
+
+    A rank whose chunk of a batch is empty gets an empty list. A small last batch may have empty
+    chunks, too, so use ``EmptyBatches`` as the ``collate_fn`` of the ``DataLoader``.
+
+    Examples:
+        >>> samplers = [
+        ...     BalancedBatchSampler(range(10), 4, (1, 3), rank=rank, world_size=2, shuffle=False)
+        ...     for rank in range(2)
+        ... ]
+        >>> [list(sampler) for sampler in samplers]
+        [[[0], [4], []], [[1, 2, 3], [5, 6, 7], [8, 9]]]
+
+    Args:
+        dataset: the dataset to sample from; only its length is used.
+        batch_size: number of samples in the whole batch, at least 1.
+        chunk_sizes: the chunk size of each rank, from ``split_ranks``.
+        rank: the rank of this process; by default that in the default process group, unless
+            ``world_size`` is given.
+        world_size: number of ranks; by default that of the default process group.
+        shuffle: whether to shuffle the samples in each epoch.
+        seed: seed of the shuffling, the same on all ranks. The order of an epoch is that of
+            ``torch.randperm`` with the seed ``seed + epoch``, as in ``DistributedSampler``.
+        drop_last: whether to drop a smaller last batch.
+
+    Attributes:
+        epoch: the epoch of the next iteration, as set by ``set_epoch``.
+
+    Raises:
+        ArgumentError: there is no such rank, or ``chunk_sizes`` are not one for each rank with the
+            sum ``batch_size``.
+        ValueError: ``world_size`` is not given, and there is no process group.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        chunk_sizes: Sequence[int],
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if world_size is None:
+            world_size = dist.get_world_size()
+            rank = dist.get_rank() if rank is None else rank
+        self.world_size = world_size
+        self.rank = as_integer("rank", rank)
+        self.num_samples = len(dataset)
+        self.batch_size = batch_size
+        self.chunk_sizes = tuple(chunk_sizes)
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        if not 0 <= self.rank < self.world_size:
+            raise ArgumentError(f"rank must be from 0 to {world_size - 1}, got {self.rank}")
+        found = len(self.chunk_sizes), sum(self.chunk_sizes)
+        if found != (self.world_size, self.batch_size):
+            raise ArgumentError(
+                f"chunk_sizes must be one for each of {world_size} ranks and add up to "
+                f"batch_size={batch_size}, got {found[0]}, in all {found[1]}"
+            )
+        self.epoch = 0
+        # Positions in the order at which the next iteration begins and the current one began, and
+        # the number of its batches.
+        self._next_start = self._start = self._num_yielded = 0
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch, the same on each rank."""
+        rounded_up = 0 if self.drop_last else self.batch_size - 1
+        return (self.num_samples + rounded_up) // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, so that nothing changes until the first batch is requested: a DataLoader with
+        # workers creates an iterator that it never uses.
+        self._start, self._next_start = self._next_start, 0
+        self._num_yielded = 0
+        order = torch.arange(self.num_samples, device="cpu")  # not on the default device
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator, device="cpu")
+        for start in range(self._start, self.num_samples, self.batch_size):
+            batch, sizes = order[start : start + self.batch_size], self.chunk_sizes
+            if len(batch) < self.batch_size:
+                if self.drop_last:
+                    return
+                sizes = split_by_weights(len(batch), sizes)
+            self._num_yielded += 1
+            yield batch.split(list(sizes))[self.rank].tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, and so the order, of the next iteration.
+
+        Call it before each epoch, with the same epoch on all ranks. If it is the epoch of a loaded
+        state, the next iteration resumes there; if not, it begins with the first batch.
+        """
+        if epoch != self.epoch:
+            self._next_start = self._start = self._num_yielded = 0
+        self.epoch = epoch
+
+    def state_dict(self, num_batches: int | None = None) -> dict[str, int | bool]:
+        """Return the position in the epoch, which is the same on all ranks.
+
+        It is a number of samples of the whole batch, so the state can be loaded with other ranks,
+        chunk sizes and batch sizes.
+
+        Args:
+            num_batches: number of batches used in training since this iteration began, as counted
+                by ``enumerate(loader, 1)``; a resumed iteration counts from 0. The default is the
+                number of batches yielded, which is too high for a ``DataLoader`` with workers,
+                since they fetch batches in advance.
+
+        Raises:
+            ArgumentError: ``num_batches`` is higher than the number of batches yielded.
+        """
+        if num_batches is None:
+            num_batches = self._num_yielded
+        if not 0 <= num_batches <= self._num_yielded:
+            raise ArgumentError(
+                f"num_batches must be from 0 to {self._num_yielded}, the number of batches that "
+                f"this iteration has yielded, got {num_batches}"
+            )
+        done = self._start + num_batches * self.batch_size
+        position = {"epoch": self.epoch, "num_samples_done": min(self.num_samples, done)}
+        return position | {name: getattr(self, name) for name in _ORDER}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state, so that the next iteration resumes at its position.
+
+        Args:
+            state: a result of ``state_dict``.
+
+        Raises:
+            ArgumentError: the state is of another dataset or order.
+        """
+        for name in _ORDER:
+            if state[name] != getattr(self, name):
+                raise ArgumentError(
+                    f"the state is of a sampler with {name}={state[name]}, but this one has "
+                    f"{name}={getattr(self, name)}; load it into a sampler like that one, or begin "
+                    "a new epoch"
+                )
+        self.epoch = state["epoch"]
+        self._next_start = self._start = state["num_samples_done"]
+        self._num_yielded = 0
+
+
+@dataclass(repr=False, eq=False)
+class EmptyBatches:
+    """A ``collate_fn`` that also makes batches without samples, for ranks with empty chunks.
+
+    Such a batch is that of the dataset's first sample, with tensors of size 0 in dimension 0. Its
+    dtypes, its other sizes and the objects in it that are not tensors are unchanged.
+
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(
+        ...     range(3), batch_sampler=[[0, 1], [], [2]], collate_fn=EmptyBatches(range(3))
+        ... )
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [], [2]]
+
+    Args:
+        dataset: the dataset of the samples.
+        collate_fn: the function that makes a batch of a list of samples.
+    """
+
+    dataset: Dataset[Any] | Sequence[Any]
+    collate_fn: Callable[..., Any] = default_collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return a batch of ``samples``, which may be an empty list."""
+        if samples:
+            return self.collate_fn(samples)
+        batch = self.collate_fn([self.dataset[0]])
+        tensors = (pair for pair in leaves(batch) if isinstance(pair[1], Tensor))
+        return replaced(batch, {path: tensor[:0] for path, tensor in tensors if tensor.dim()})
