@@ -97,7 +97,6 @@ class MemoryProbe:
             peak_allocated_bytes=module.max_memory_allocated(device),
             peak_reserved_bytes=module.max_memory_reserved(device),
             num_alloc_retries=_retries(device),
-            error=self.nvml_error,
         )
         if device in self._boards:
             return _add_nvml(memory, self._boards[device])
