@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import timer
 
 from ..devices import is_emulated, resolve_devices, training_devices
 from ..emulation import emulate_devices
@@ -199,15 +199,12 @@ def _time(workload: Workload, batch_size: int, devices: Sequence[torch.device]) 
     ours = BalancedDataParallel(None, module, devices)
     models = (ours, nn.DataParallel(module, [device.index for device in devices]))
     args, kwargs, target = workload.new_batch(batch_size)
-    synchronize = torch.get_device_module(devices[0]).synchronize
 
     def seconds(model: nn.Module) -> float:
-        synchronize(devices[0])
-        start = time.perf_counter()
+        start = timer()  # waits for the device
         output: Tensor = model(*args, **kwargs)
         workload.loss(output, target.to(devices[0])).backward()
-        synchronize(devices[0])
-        return time.perf_counter() - start
+        return timer() - start
 
     times = [tuple(map(seconds, models)) for _ in range(3 + 20)][3:]  # 3 to warm up
     medians = [statistics.median(own) for own in zip(*times, strict=True)]
