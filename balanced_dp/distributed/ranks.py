@@ -173,11 +173,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.num_samples, generator=generator, device="cpu")
-        for start in range(self._start, self.num_samples, self.batch_size):
+        end = self.num_samples - (self.batch_size - 1 if self.drop_last else 0)
+        for start in range(self._start, end, self.batch_size):
             batch, sizes = order[start : start + self.batch_size], self.chunk_sizes
             if len(batch) < self.batch_size:
-                if self.drop_last:
-                    return
                 sizes = split_by_weights(len(batch), sizes)
             self._num_yielded += 1
             yield batch.split(list(sizes))[self.rank].tolist()
