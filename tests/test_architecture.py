@@ -18,7 +18,7 @@ emulation/ ledger machine symbolic tensor kernels autocast device_module
 emulation/ cuda_functions as_cuda patches context __init__
 devices
 memory/ records nvml
-memory/ out_of_memory breakdown peaks probe logger __init__
+memory/ out_of_memory breakdown peaks probe __init__
 parallel/ nested scatter copies homes shared_weights
 parallel/losses/ cross_entropy graph weights join __init__
 parallel/ replica replicate parallel_apply

@@ -26,7 +26,7 @@ except ImportError as error:
 from ..devices import Device, resolve_devices
 from ..emulation.machine import has_machine
 from ..errors import ArgumentError
-from ..memory.logger import MemoryLogger
+from ..memory.peaks import MemoryLogger
 from ..parallel.auto import STATE_KEY
 from ..parallel.data_parallel import BalancedDataParallel
 

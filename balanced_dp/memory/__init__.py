@@ -1,7 +1,7 @@
 """The memory of each device: measured, broken down by use, and logged."""
 
 from .breakdown import memory_breakdown
-from .logger import MemoryLogger
+from .peaks import MemoryLogger
 from .probe import MemoryProbe
 from .records import DeviceMemory, StepMemory
 

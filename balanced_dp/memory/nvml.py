@@ -26,7 +26,8 @@ class Board:
 def list_boards() -> list[Board]:
     """Return all boards in the order of their indices. A board in MIG mode is listed by slice.
 
-    NVML is loaded, and stays open until the process ends. A forked process loads it anew.
+    NVML is initialized by each call, as a forked process needs it, and stays open until the process
+    ends.
 
     Raises:
         pynvml.NVMLError: there is no library, driver or permission, or NVML cannot count the

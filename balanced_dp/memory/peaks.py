@@ -1,16 +1,19 @@
-"""Peak memory statistics for overlapping measurements, each of which resets the peaks."""
+"""Peak memory statistics for overlapping measurements that reset them, and a logger of peaks."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..devices import is_cuda, is_emulated
 from ..emulation import device_module
+from ..errors import ArgumentTypeError
+from ..split import as_integer
+from .records import imbalance_of
 
 _open: weakref.WeakSet[Peaks] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -61,3 +64,63 @@ def _statistics_of(device: torch.device) -> Any:
     The peaks of emulated devices are separate from those that a script sees in ``torch.cuda``.
     """
     return device_module if is_emulated(device) else torch.get_device_module(device)
+
+
+class MemoryLogger:
+    """A logger of the peak memory of each of a model's devices, and of their imbalance.
+
+    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory occupied by tensors since the last
+    record, one value for each device; ``memory/imbalance`` is (max - min) / max of them. Steps
+    without a record cost nothing, and a record does not synchronize the devices, because the
+    allocator counts on the host. A record resets the peaks of the devices; a measured block around
+    it is still right.
+
+    Args:
+        model: the ``BalancedDataParallel``.
+        writer: a ``SummaryWriter``, any object with its method ``add_scalar(tag, value, step)``, or
+            a function with these arguments.
+        every: number of steps from one record to the next, at least 1.
+
+    Raises:
+        ArgumentError: ``every`` is below 1.
+        ArgumentTypeError: ``every`` is not an integer, or ``writer`` neither has ``add_scalar`` nor
+            is a function.
+        ProbeError: the model's devices do not count their memory.
+
+    Examples:
+        >>> with emulate_devices(2) as devices:
+        ...     model = BalancedDataParallel(1, torch.nn.Linear(4, 2).to(devices[0]), list(devices))
+        ...     logger = MemoryLogger(model, lambda tag, value, step: print(step, tag), every=2)
+        ...     for _ in range(2):
+        ...         loss = model(torch.ones(3, 4)).sum()
+        ...         logger.step()
+        ...     del model, loss
+        2 memory/lazy:0/peak_MiB
+        2 memory/lazy:1/peak_MiB
+        2 memory/imbalance
+    """
+
+    def __init__(self, model: Any, writer: Any, every: int = 100) -> None:
+        self.every = as_integer("every", every, minimum=1)
+        write = getattr(writer, "add_scalar", writer)
+        if not callable(write):
+            raise ArgumentTypeError(
+                f"writer must have add_scalar(tag, value, step) or be a function, got {writer!r}"
+            )
+        self.num_steps = 0
+        self._write: Callable[[str, float, int], object] = write
+        probe = model.memory
+        self._labels = [memory.label for memory in probe.snapshot()]
+        self._devices = probe.devices
+        self._peaks = Peaks(self._devices)
+
+    def step(self) -> None:
+        """Count a step, and write a record every ``every`` steps. Call it after each step."""
+        self.num_steps += 1
+        if self.num_steps % self.every:
+            return
+        peaks = self._peaks.allocated
+        self._peaks = Peaks(self._devices)
+        for label, peak_bytes in zip(self._labels, peaks, strict=True):
+            self._write(f"memory/{label}/peak_MiB", peak_bytes / 2**20, self.num_steps)
+        self._write("memory/imbalance", imbalance_of(peaks), self.num_steps)
