@@ -105,7 +105,4 @@ def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
     # Of GPU-5a... and MIG-5a..., torch's form is 5a...
     with_uuid = [b for b in boards if b.uuid and b.uuid.partition("-")[2].lower() == uuid]
     on_bus = [board for board in boards if board.pci_bus_id == bus]
-    for found in (with_uuid, on_bus):
-        if len(found) == 1:
-            return found[0]
-    return None
+    return next((found[0] for found in (with_uuid, on_bus) if len(found) == 1), None)

@@ -70,8 +70,7 @@ class MemoryProbe:
     def _open_nvml(self, lists_unseen: bool) -> None:
         boards = list_boards()
         for device in filter(_has_nvml, self.devices):
-            board = find_board(torch.cuda.get_device_properties(device), boards)
-            if board is not None:
+            if board := find_board(torch.cuda.get_device_properties(device), boards):
                 self._boards[device] = board
         if lists_unseen:
             self._unseen = [board for board in boards if board not in self._boards.values()]
