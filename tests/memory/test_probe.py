@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from balanced_dp import ArgumentError, BalancedDataParallel, MemoryLogger, MemoryProbe, ProbeError
-from balanced_dp.memory import DeviceMemory, StepMemory
+from balanced_dp.memory.records import DeviceMemory, StepMemory
 
 
 def test_a_snapshot_of_emulated_devices(emulate):
