@@ -8,7 +8,6 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,12 +66,17 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         inputs: the positional arguments of a call.
         kwargs: its keyword arguments.
     """
+    others = [device for device in parallel.devices if device.type != "cpu"]
     with (
         parallel.on_one_device() as module,
-        _same_random_numbers(parallel.devices),
+        torch.random.fork_rng(others, device_type=parallel.devices[0].type),
+        contextlib.ExitStack() as stack,
         torch.enable_grad(),
         warnings.catch_warnings(record=True) as told,
     ):
+        stack.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
         warnings.simplefilter("always", BalanceWarning)
         alone = copy.deepcopy(module).eval()
         twin = copy.deepcopy(parallel, {id(module): alone})
@@ -129,15 +133,3 @@ def _relative(found: Tensor | None, expected: Tensor) -> float:
     is_same = torch.isclose(one, other, 0, 0, equal_nan=True)
     difference = (one - other).abs().nan_to_num(math.inf).masked_fill(is_same, 0)
     return float(difference.max()) / (float(other.abs().nan_to_num().max()) or 1.0)
-
-
-@contextlib.contextmanager
-def _same_random_numbers(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Context manager that restores the states of all generators at its end."""
-    others = [device for device in devices if device.type != "cpu"]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(others, device_type=devices[0].type))
-        stack.callback(random.setstate, random.getstate())
-        if numpy := sys.modules.get("numpy"):
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
-        yield

@@ -72,14 +72,13 @@ class Factor:
     Attributes:
         tensors: that of each replica.
         divides: whether it divides the term.
-        path: the dotted path of the argument that it is; empty if it is none.
-        is_learned: whether it is computed from parameters alone.
+        path: the dotted path of the argument that it is; empty if it is none. One with a graph is
+            learned: computed from parameters alone.
     """
 
     tensors: Sequence[Tensor]
     divides: bool
     path: str = ""
-    is_learned: bool = False
 
     def multipliers(self) -> list[Tensor]:
         """Return the 0-dim tensor that multiplies the term on each replica."""
@@ -99,6 +98,7 @@ class Term:
         nodes: the last operator that was followed on each replica, its reduction or one behind it;
             empty for a cross entropy.
         ends: the inputs of these, which compute its entries.
+        depth: how many inputs the operators have that were followed behind its reduction.
         own: its cross entropy on each replica; empty if it is another term.
         unclear: why it is not known how the term depends on its samples; empty if it is.
     """
@@ -110,6 +110,7 @@ class Term:
     counts: Sequence[int] = ()
     nodes: Sequence[Any] = ()
     ends: Edges = ()
+    depth: int = 0
     own: Sequence[Counted] = ()
     unclear: str = ""
 
@@ -143,14 +144,20 @@ def terms_of(
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
     stack = [(start, Term([1.0] * len(losses)))]
     with looking_at_nodes:
-        while stack:
-            edges, term = stack.pop()
+        for edges, term in stack:
             try:
                 nodes = [node for node, _ in edges]
                 if not any(term.number):
                     continue  # multiplied by 0, as parameters that must have a gradient
                 if not any(nodes):
                     has_number = True  # most often the 0 that a loop starts from
+                elif term.kind:  # an entry may be a sum, too: (a / 2 + b).sum() has two terms
+                    inputs = []
+                    if term.depth < _MAX_BEHIND and all(nodes) and _are_alike(nodes):
+                        depth = term.depth + len(_inputs_with_graph(nodes))
+                        inputs = _inputs(nodes, replace(term, nodes=nodes, depth=depth), path_of)
+                    stack += inputs
+                    found += [] if inputs else [replace(term, ends=edges)]
                 elif all(map(is_parameter, nodes)):
                     found.append(replace(term, kind="weights"))
                 elif not _are_alike(nodes):
@@ -170,9 +177,9 @@ def terms_of(
                         raise UnclearError("its entries may be weights rather than samples")
                     if kind == "mean" and not (follow(counts, sizes) or _is_of_selected(nodes[:1])):
                         raise UnclearError("its number of entries does not follow that of samples")
-                    term = replace(term, kind=kind, counts=counts, nodes=nodes, ends=entries)
-                    is_linear = operator_name(nodes[0]) in ("Mean", "Sum")
-                    found += _parts_of(term, path_of) if is_linear else [term]
+                    depth = 0 if operator_name(nodes[0]) in ("Mean", "Sum") else _MAX_BEHIND
+                    term = replace(term, kind=kind, counts=counts, nodes=nodes, depth=depth)
+                    stack.append((entries, term))
                 else:
                     name = operator_name(nodes[0])
                     raise UnclearError(f"it uses {name}, not only means and sums")
@@ -187,18 +194,6 @@ def _are_alike(nodes: Sequence[Any]) -> bool:
     return len({node and (node.name(), len(node.next_functions)) for node in nodes}) == 1
 
 
-def _parts_of(term: Term, path_of: PathOf) -> list[Term]:
-    """Return the terms of which a mean or a sum is the sum: two for (a / 2 + b).sum()."""
-    found, stack = list[Term](), [(term.ends, term)]
-    for edges, part in stack:
-        nodes = [node for node, _ in edges]
-        is_followed = len(stack) < _MAX_BEHIND and _are_alike(nodes) and all(nodes)
-        inputs = _inputs(nodes, replace(part, nodes=nodes), path_of) if is_followed else []
-        stack += [(own, of_own) for own, of_own in inputs if any(node for node, _ in own)]
-        found += [] if inputs else [replace(part, ends=edges)]
-    return found
-
-
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     """Return how many entries an operator reduces on each replica; empty if no samples."""
     nodes = [node for node, _ in edges]
@@ -206,30 +201,32 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     if not inputs:
         return []
     outer, inner = list(starmap(shape_of, edges)), list(starmap(shape_of, inputs[0]))
-    is_even, size = len({*sizes}) == 1, sizes[0]
-    is_reducing = len({*map(tuple, outer)}) == 1
-    if len({*map(tuple, inner)}) == 1:
-        if is_even:
-            is_reducing = _reduces(nodes[0], size, dim)
-        else:  # as many may be selected on each device
-            is_reducing = _kind_of(nodes[0]) == "mean" and _is_of_selected(nodes[:1])
-    is_reducing = is_reducing and not _is_of_reduced(nodes, sizes, dim)
+    is_reducing = len({*map(tuple, inner)}) > 1 or _reduces(nodes, inner, sizes, dim)
+    if not is_reducing and len({*sizes}) > 1:  # as many may be selected on each device
+        is_reducing = _kind_of(nodes[0]) == "mean" and _is_of_selected(nodes[:1])
+    is_reducing = is_reducing and len({*map(tuple, outer)}) == 1
+    if not is_reducing or _is_of_reduced(nodes, sizes, dim):
+        return []
     sizes_of = zip(map(math.prod, inner), map(math.prod, outer), strict=True)
-    return [num // (of_output or 1) for num, of_output in sizes_of] if is_reducing else []
+    return [num // (of_output or 1) for num, of_output in sizes_of]
 
 
-def _reduces(node: Any, size: int, dim: int) -> bool:
-    """Return whether an operator reduces the samples, in chunks of one size.
+def _reduces(
+    nodes: Sequence[Any], shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int
+) -> bool:
+    """Return whether an operator reduces the samples of inputs with these shapes.
 
-    They are along ``dim`` if its length is the chunk size. Otherwise they are along another
-    dimension of that length, or along ``dim`` if its length is a multiple, as for all tokens.
+    In chunks of one size, they are along ``dim`` if its length is that size. Otherwise they are
+    along another dimension of that length, or along ``dim`` if its length is a multiple, as for all
+    tokens.
 
     Raises:
         UnclearError: they may be along several.
     """
-    child, number = next(edge for edge in node.next_functions if edge[0])
-    shape = shape_of(child, number)
-    dims = [d % len(shape) for d in dims_of(node) if shape] or range(len(shape))
+    shape, size = shapes[0], sizes[0]
+    if len({*sizes}) > 1:
+        return bool(_axes(shapes, sizes)) and not _axes(map(shape_of, nodes), sizes)
+    dims = [d % len(shape) for d in dims_of(nodes[0]) if shape] or range(len(shape))
     axes = [d for d, n in enumerate(shape) if n == size or (d == dim and n and n % size == 0)]
     axes = [dim] if [*shape[dim:][:1]] == [size] else axes
     are_reduced = {axis in dims for axis in axes}
@@ -262,17 +259,13 @@ def _is_of_selected(nodes: Sequence[Any], sizes: Sequence[int] = ()) -> bool:
 
 def _is_of_reduced(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
     """Return whether entries are those of reduced samples, or several losses, and no samples."""
-    is_even = len({*sizes}) == 1
     for own in zip(*map(_behind, nodes), strict=False):
         name, inputs = operator_name(own[0]), _inputs_with_graph(own)
-        is_mean = name == "Mean" and bool(inputs) and not is_even
-        before = _axes(starmap(shape_of, inputs[0]), sizes) if is_mean else []
-        if before and not _axes(map(shape_of, own), sizes):
+        shapes = [list(starmap(shape_of, edges)) for edges in inputs]
+        if name in ("Mean", "Sum") and inputs and _reduces(own, shapes[0], sizes, dim):
             return True
-        if is_even and name in ("Mean", "Sum") and _reduces(own[0], sizes[0], dim):
-            return True
-        are_numbers = [math.prod(shape_of(*edges[0])) == 1 for edges in inputs]
-        if is_even and name in ("Stack", "Cat", "CopySlices") and any(are_numbers):
+        are_numbers = any(math.prod(shape) == 1 for shape, *_ in shapes)
+        if are_numbers and len({*sizes}) == 1 and name in ("Stack", "Cat", "CopySlices"):
             return True
     return False
 
@@ -289,8 +282,7 @@ def _is_of_weights(edges: Edges, or_data: bool = False) -> bool:
     ``or_data``, tensors without a graph may be among their inputs.
     """
     stack, seen = [edges], set[Any]()
-    while stack:
-        edges = stack.pop()
+    for edges in stack:
         nodes = [node for node, _ in edges]
         is_shared = all(edge == edges[0] for edge in edges)  # and no chunk of a tensor
         if nodes[0] in seen or is_shared or all(map(is_parameter, nodes)):
@@ -342,7 +334,7 @@ def _inputs(nodes: Sequence[Any], term: Term, path_of: PathOf) -> list[tuple[Edg
         # In a mean, a buffer may scale the entries, as in (x / temperature).mean().
         is_count = not term.kind or (divides and term.kind == "sum")
         if path or is_learned or (is_data and is_count):
-            factor = Factor(own, divides, path, is_learned)
+            factor = Factor(own, divides, path)
             return [(inputs[1 - scale], replace(term, factors=[*term.factors, factor]))]
     return []
 
@@ -476,8 +468,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
         ([(one.grad_fn, one.output_nr) for one in own], True) for own in outputs
     ]
     with looking_at_nodes, contextlib.suppress(UnclearError):
-        while stack:
-            edges, is_loss = stack.pop()
+        for edges, is_loss in stack:
             nodes = [node for node, _ in edges]
             node = nodes[0]
             # Nodes that replicas share, as of parameters on one device, hold no samples.

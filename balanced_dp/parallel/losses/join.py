@@ -33,16 +33,7 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, counts_of, ignore_if_empty, memory_of
-from .graph import (
-    Factor,
-    Term,
-    UnclearError,
-    are_equal,
-    follow,
-    how_samples_mix,
-    masks_of,
-    terms_of,
-)
+from .graph import Factor, Term, UnclearError, are_equal, how_samples_mix, masks_of, terms_of
 from .weights import ScalarOutputs, Tensors, Weights, joined, weight_of_chunk
 
 _REMEDY = (
@@ -177,7 +168,7 @@ class Call:
             weights, apart, reason = self._weights_of(terms, key)
             kept = [self._kept(*own) for own in apart]
             # Sets compare hashes, so tensors among the weights are not read.
-            if weights in {sizes, None} and None not in kept:
+            if weights in {_shares(sizes), None} and None not in kept:
                 plans[key] = weights is None, kept, self._form
             return weights, apart, reason
         if key not in plans:
@@ -245,7 +236,7 @@ class Call:
         if None in together and has_penalty:
             reasons.append("a term independent of samples is added to a sum")
         if reasons or not together:
-            return self.chunk_sizes, apart, "".join(reasons[:1])
+            return _shares(self.chunk_sizes), apart, "".join(reasons[:1])
         return together.pop(), apart, ""
 
     def _weights_of_term(self, term: Term, place: Any) -> Weights:
@@ -262,18 +253,18 @@ class Call:
             raise UnclearError(term.unclear)
         sizes, is_sum, number = self.chunk_sizes, term.kind == "sum", term.number
         entries, own = term.counts or sizes, counts_of(term.own)
-        is_learned = any(one.is_learned for one in term.factors)
-        unknown = [one for one in term.factors if not (one.path or one.is_learned)]
-        may_hide = is_learned or any(one.tensors[0].dim() for one in unknown)
+        learned = [one for one in term.factors if one.tensors[0].requires_grad]
+        unknown = [one for one in term.factors if not one.path and one not in learned]
+        may_hide = learned or any(one.tensors[0].dim() for one in unknown)
         if is_sum and max(sizes) == 1 and may_hide:
             raise UnclearError("one sample does not show whether its number divides it")
         self._check_weights(term, place)
         for n in (sizes, entries) if is_sum and not unknown else ():
             if self._is_divided(term, n):
-                return self._weights_of_mean(n)
-        constant = None if is_sum else tuple(own) or self._weights_of_mean(entries)
+                return _shares(n)
+        constant = None if is_sum else tuple(own) or _shares(entries)
         # In chunks of one size, a number or a learned factor may be the count, too.
-        is_known = not is_learned and (term.factors or _NO_COUNTS.issuperset(term.numbers))
+        is_known = not learned and (term.factors or _NO_COUNTS.issuperset(term.numbers))
         may_count = is_sum and are_equal(sizes) and not (is_known or self._path_of(term.inverses()))
         if not unknown and are_equal(number) and not may_count:
             return constant
@@ -288,7 +279,7 @@ class Call:
         if not is_sum:
             return None
         ignore_if_empty(term.nodes, counts)
-        return self._weights_of_mean(term.counts) if counts is term.counts else tuple(counts)
+        return _shares(term.counts) if counts is term.counts else tuple(counts)
 
     def _is_divided(self, term: Term, counts: Sequence[int]) -> bool:
         """Return whether a sum is divided by these counts, and maybe multiplied by a number.
@@ -348,18 +339,11 @@ class Call:
         if (place, "weights") in self.history.seen or max(self.chunk_sizes) == 1:
             return
         masks = masks_of(term, self.dim)
-        numbers = [mask.numel() if term.kind == "mean" else 1 for mask in masks]
-        sums = zip(map(float, map(self._sum, masks)), numbers, strict=True)
-        are_one = all(math.isclose(one, number, rel_tol=1e-5) for one, number in sums)
-        if are_one and not all(bool((mask == 1).any()) for mask in masks):
+        num = [mask.numel() if term.kind == "mean" else 1 for mask in masks]
+        sums = [float(self._sum(mask)) / (n or 1) for mask, n in zip(masks, num, strict=True)]
+        if are_equal([1, *sums], 1e-5) and not all(bool((mask == 1).any()) for mask in masks):
             raise UnclearError("its entries have weights that each device normalizes")
         self.history.seen.add((place, "weights"))
-
-    def _weights_of_mean(self, counts: Sequence[int]) -> Weights:
-        """Return the weights of a mean over so many entries: the chunk sizes, if they follow."""
-        sizes = self.chunk_sizes
-        divisor = math.gcd(*counts) or 1  # so that they are those of means with other widths
-        return sizes if follow(counts, sizes) else tuple(count // divisor for count in counts)
 
     def _sum(self, mask: Tensor) -> Tensor:
         """Return the sum of a mask, the same tensor for each term that it masks."""
@@ -468,6 +452,12 @@ class Call:
 def has_means(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor of a type that has means, as losses are."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _shares(counts: Sequence[int]) -> Weights:
+    """Return the weights of a mean over so many entries, the same if all have another width."""
+    divisor = math.gcd(*counts) or 1
+    return tuple(count // divisor for count in counts)
 
 
 def _tensor(argument: Any) -> Tensor:
