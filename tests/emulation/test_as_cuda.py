@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -274,6 +275,11 @@ def test_torch_is_as_before_afterwards(as_cuda):
     assert attributes() == before
     assert torch.empty(0).device.type == "cpu"
     assert torch.cuda.is_available() == has_cuda
+
+
+def test_the_constructor_keeps_its_signature(devices):
+    """Dynamo compares it, and failed if its first import was here."""
+    assert str(inspect.signature(torch.Tensor.__new__)) == "(*args, **kwargs)"
 
 
 @pytest.mark.filterwarnings("ignore:.*jit.script")
