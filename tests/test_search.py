@@ -22,6 +22,7 @@ TABLES = json.loads(Path(__file__).with_name("peaks_by_gpu0_bsz.json").read_text
 
 
 @given(laws(), alike | unlike, st.integers(1, 300))
+@example(Law(((0, 20, 0),), ((50, 10),)), [500, 1000, 500, 500], 17)  # the last device has less
 def test_the_best_value(law, budgets, batch_size):
     search = Search(batch_size, budgets)
     ask(search, law.peaks)
