@@ -89,13 +89,13 @@ def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
     return self if issubclass(cls, EmulatedTensor) else torch._C.TensorBase.as_subclass(self, cls)
 
 
+# Torch does not annotate these.
 _future: Any = torch.__future__
-_apply = torch.nn.Module._apply
-_swap_all = torch.utils.swap_tensors
+_apply: Any = torch.nn.Module._apply
+_swap_all: Any = torch.utils.swap_tensors
 _lock = threading.RLock()
 
 
-# Module._apply has no annotations, so mypy wants its calls ignored.
 @functools.wraps(_apply)
 def _apply_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     # `param.data = ...` cannot turn a plain tensor into a subclass, so Module.to would replace the
@@ -106,13 +106,13 @@ def _apply_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = _future.get_swap_module_params_on_conversion()
         _future.set_swap_module_params_on_conversion(True)
         try:
-            return _apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+            return _apply(self, *args, **kwargs)
         except RuntimeError as error:
             if "Couldn't swap" not in str(error):
                 raise
             # A graph, a view or a weak reference holds a parameter: replace it instead.
             _future.set_swap_module_params_on_conversion(False)
-            return _apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+            return _apply(self, *args, **kwargs)
         finally:
             _future.set_swap_module_params_on_conversion(before)
             for buffer in self._buffers.values():
@@ -129,7 +129,7 @@ def _swap_data(parameter: Any, other: torch.Tensor) -> None:
     """Swap tensors, of which the first one keeps its attributes and hooks, as with ``data``."""
     attributes = {k: v for k, v in vars(parameter).items() if k not in ("_elem", "_machine")}
     hooks = {name: getattr(parameter, name) for name in _HOOKS}
-    _swap_all(parameter, other)  # type: ignore[no-untyped-call]
+    _swap_all(parameter, other)
     vars(parameter).update(attributes)
     for name, value in hooks.items():
         setattr(parameter, name, None)  # else setting the same dictionary has no effect
@@ -154,6 +154,7 @@ def _no_files() -> Patches:
     return patches
 
 
+# torch.autograd imports it from its module graph, and does not export it to type checkers.
 _run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 

@@ -38,8 +38,8 @@ def list_boards() -> list[Board]:
     return [board for index in indices for board in _boards_at(index)]
 
 
-def memory_of(board: Board) -> dict[str, int]:
-    """Return the fields of ``DeviceMemory`` that NVML has for a board.
+def memory_of(board: Board) -> dict[str, Any]:
+    """Return the fields of ``DeviceMemory`` that NVML has for a board, in bytes.
 
     Drivers before 510 only have version 1 of the query, which counts memory that is reserved by
     the driver as used.

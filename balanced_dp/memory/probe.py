@@ -165,7 +165,7 @@ def _add_nvml(memory: DeviceMemory, board: Board) -> DeviceMemory:
         name=board.name or memory.name,
     )
     try:
-        return replace(memory, **memory_of(board))  # type: ignore[arg-type]
+        return replace(memory, **memory_of(board))
     except pynvml.NVMLError as error:
         return replace(memory, error=f"NVML failed: {error}")
 

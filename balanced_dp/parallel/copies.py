@@ -284,7 +284,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_dense and not is_wrapper
 
 
-# torch gives its own autograd functions no types, so each call of apply() ignores that.
+# Torch does not annotate Function.apply, so each call of it below is ignored by mypy.
 
 
 class Receive(torch.autograd.Function):
