@@ -93,7 +93,7 @@ class BalancedCriterion(nn.Module):
         options = dim, self.broadcast, self.split, self._history.seen
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
         call = Call(self._history, self._function, devices, sizes, dim, "auto", self.loss_weight)
-        with self._replicator.running(self.criterion, replicas):
+        with self._replicator.running(replicas):
             return outputs._run(replicas, inputs, call)
 
 

@@ -120,7 +120,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             place or lazy; or weights were changed inside ``shared_weights()``.
 
     Warns:
-        BalanceWarning: once for each output, input or attribute that it is about; for an output
+        BalanceWarning: once for each output or input that it is about; for an output
             again with gradients after one without.
 
             - ``gpu0_bsz`` is not below the even share of the first batch.
@@ -131,8 +131,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             - No input is split though there are lists or arrays, or only the tensors of a list are.
             - An output does not have one row for each sample: the rows are in the order of the
               devices.
-            - ``forward`` sets an attribute, which is lost.
-            - ``forward`` writes a parameter or buffer differently on each device.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
@@ -218,7 +216,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 args, keywords = self.scatter(inputs, kwargs, ids)
                 call.arguments = list(zip(args, keywords, strict=True))
                 replicas = self.replicate(self.module, ids)
-                with self._replicator.running(self.module, replicas):
+                with self._replicator.running(replicas):
                     outputs = self.parallel_apply(replicas, args, keywords)
                 joined = self._joined(outputs, call)
                 call.look_for_mixing(outputs)

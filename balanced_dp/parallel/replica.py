@@ -45,7 +45,7 @@ class Blueprint:
         network: the module.
 
     Attributes:
-        names, modules: its submodules, each once, with itself as the first.
+        modules: its submodules, each once, with itself as the first.
         tensors: the parameters and then the buffers of the modules, each once, in the order of
             registration: neighbors are used together.
         parameters, buffers: both of them alone.
@@ -61,7 +61,7 @@ class Blueprint:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self.names, self.modules = map(list, zip(*network.named_modules(), strict=True))
+        self.modules = list(network.modules())
         for module in self.modules:
             _check_replicable(module)
         parameters, buffers = self._members("_parameters"), self._members("_buffers")
@@ -86,10 +86,6 @@ class Blueprint:
         """Return all members of a kind, in the order of registration."""
         own = [(i, module.__dict__[kind].items()) for i, module in enumerate(self.modules)]
         return [(i, kind, name, v) for i, items in own for name, v in items if v is not None]
-
-    def path(self, index: int, name: str) -> str:
-        """Return the dotted path of an attribute of a module."""
-        return f"{self.names[index]}.{name}".lstrip(".")
 
     def is_of(self, network: nn.Module) -> bool:
         """Return whether ``network`` is the module, and its attributes have not changed."""

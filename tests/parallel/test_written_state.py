@@ -1,15 +1,14 @@
-"""What forward writes to parameters and buffers is kept, or warned of."""
+"""What the first replica writes to parameters and buffers is kept."""
 
 from __future__ import annotations
 
 import copy
-from functools import cached_property
 
 import pytest
 import torch
 from torch import nn
 
-from balanced_dp import BalancedDataParallel, BalanceWarning
+from balanced_dp import BalancedDataParallel
 
 from ..devices import DISTINCT
 from ..modules import Lambda
@@ -76,114 +75,6 @@ def test_batch_norm_keeps_its_statistics(devices, gpu0_bsz):
         parallel(x)
         expected(x[: next(filter(None, parallel.chunk_sizes))].to(devices[0]))
     torch.testing.assert_close(dict(module.named_buffers()), dict(expected.named_buffers()))
-
-
-# What is lost or mixed is said, and what each replica makes again is not.
-
-
-class Stateful(nn.Module):
-    """A layer and state of many kinds, which a given function changes in forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.current, self.again = self.layer, nn.Sequential(self.layer)
-        self.entries, self.found, self.kept, self.step, self._step = [0], {"it": 0}, {}, 0, 0
-        self.table, self.length, self.change, self.hook = None, 0, None, None
-        self.register_buffer("bank", torch.zeros(16, 4))
-        self.register_buffer("count", torch.zeros(()))
-        self.layer.register_forward_hook(self.call_hook)
-        self.kept["a"] = None
-
-    def call_hook(self, module, args, output):
-        if self.hook:
-            self.hook(self, output.detach())
-
-    @cached_property
-    def doubled(self):
-        return 2 * self.layer.weight
-
-    def forward(self, x):
-        if self.change:
-            self.change(self, x)
-        return self.again(x)
-
-
-def caches_a_table(self, x):
-    if self.length < len(x[0]):
-        self.length = len(x[0])
-        self.table = torch.arange(self.length, device=x.device).float().cos()
-
-
-def sets(name, value_of):
-    return lambda self, x: setattr(self, name, value_of(self, x))
-
-
-LOST = {
-    "an entry of a list": (lambda m, x: m.entries.__setitem__(0, m.entries[0] + 1), "entries"),
-    "an entry of a dictionary": (lambda m, x: m.found.update(it=m.found["it"] + 1), "found"),
-    "a list": (lambda m, x: m.entries.append(x), "entries"),
-    "a number": (sets("step", lambda m, x: m.step + 1), "step"),
-    "a private number": (sets("_step", lambda m, x: m._step + 1), "_step"),
-    "features": (sets("table", lambda m, x: m.layer(x)), "table"),
-    "a mean": (sets("aux", lambda m, x: x.mean()), "aux"),
-    "a parameter": (sets("weight", lambda m, x: nn.Parameter(x[0])), "weight"),
-    "a child": (sets("child", lambda m, x: nn.Linear(1, 1)), "child"),
-    "of a child": (lambda m, x: setattr(m.layer, "a", nn.Parameter(x[0])), r"layer\.a"),
-    "a buffer": (sets("bank", lambda m, x: m.bank + x.mean()), "bank"),
-    "a memory bank": (lambda m, x: m.bank[: len(x)].copy_(x), "bank"),
-    "a hook": (lambda m, x: m.kept.update(a=x), "kept"),
-}
-MADE_AGAIN = {
-    "a cache that grows": caches_a_table,
-    "a cached property": lambda m, x: m.doubled,
-    "a hook by device": lambda m, x: m.kept.update({x.device: x, str(x.device): x}),
-    "a second path": lambda m, x: setattr(m, "current", m.other),
-    "a list of tensors": lambda m, x: setattr(m, "entries", [x.detach() + 1]),
-    "a list in place of None": lambda m, x: setattr(m, "table", [len(x), 2.0]),
-    "a count": lambda m, x: m.count.add_(1),
-    "a flag": lambda m, x: setattr(m, "_is_prepared", True),
-    "a mode": lambda m, x: m.eval(),
-}
-
-
-@pytest.mark.parametrize("kind", ["cpu", "emulated"])
-@pytest.mark.parametrize("first", [1, 4])
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-@pytest.mark.parametrize("case", LOST)
-def test_state_that_is_lost_is_said_once(devices, case, gpu0_bsz, first):
-    """Entries had those of another replica, counts were lost, banks had the rows of a chunk."""
-    change, name = LOST[case]
-    module = Stateful().to(devices[0])
-    model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
-    for _ in range(1, first):  # it may begin in a later call
-        model(torch.randn(12, 4))
-    setattr(module, "hook" if case == "a hook" else "change", change)
-    fact = "writes {} in .* differently on" if case == "a memory bank" else "sets {} in .*return it"
-    with pytest.warns(BalanceWarning, match=f"Stateful {fact.format(name)}") as seen:
-        for _ in range(4):
-            model(torch.randn(12, 4))
-    assert len(seen) == 1
-    assert seen[0].filename == __file__  # it was contextlib's
-
-
-@pytest.mark.parametrize("kind", ["cpu", "emulated"])
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-@pytest.mark.parametrize("case", MADE_AGAIN)
-def test_state_that_is_made_again_is_not_said(devices, case, gpu0_bsz):
-    module = Stateful().to(devices[0])
-    setattr(module, "hook" if "hook" in case else "change", MADE_AGAIN[case])
-    model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
-    for _ in range(4):
-        model(torch.randn(12, 4)).sum().backward()
-
-
-def test_a_closure_may_set_an_attribute(devices):
-    module = nn.Sequential(Stateful()).to(devices[0])
-    module.register_forward_hook(lambda m, args, output: setattr(module[0], "table", output))
-    model = BalancedDataParallel(1, module, devices[:4])
-    with pytest.warns(BalanceWarning, match=r"Sequential sets 0\.table in forward"):
-        model(torch.randn(12, 4))
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
