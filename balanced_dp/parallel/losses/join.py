@@ -33,7 +33,7 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, counts_of, ignore_if_empty, memory_of
-from .graph import Factor, Term, UnclearError, are_equal, how_samples_mix, masks_of, terms_of
+from .graph import Term, UnclearError, are_equal, how_samples_mix, masks_of, terms_of
 from .weights import ScalarOutputs, Tensors, Weights, joined, weight_of_chunk
 
 _REMEDY = (
@@ -57,8 +57,8 @@ class OutputHistory:
 
     Attributes:
         plans: by function and path of an output, how it was joined in the last call with gradients:
-            whether it adds up but for some cross entropies, the positions, factors and arguments
-            of these, and the form of the call. None if only the graph tells.
+            whether it adds up but for some means that are cross entropies, the positions and
+            numbers of these, and the form of the call. None if only the graph tells.
         are_arguments: by the place of a term in an output, whether the tensor that multiplies or
             divides it was an argument, and not its count.
         seen: functions and cross entropies, which are looked at once, outputs that were joined as
@@ -166,39 +166,23 @@ class Call:
             nodes = {one.node: one for found in self.counted for one in found}
             terms = terms_of(outputs, sizes, self.dim, nodes, self._path_of)
             weights, apart, reason = self._weights_of(terms, key)
-            kept = [self._kept(*own) for own in apart]
+            # Other factors, and numbers that divide sums, are most often others in the next call.
+            is_kept = not any(term.factors or term.kind == "sum" for term, _ in apart)
             # Sets compare hashes, so tensors among the weights are not read.
-            if weights in {_shares(sizes), None} and None not in kept:
+            if is_kept and weights in {_shares(sizes), None}:
+                kept = [(self.counted[0].index(term.own[0]), term.number[0]) for term, _ in apart]
                 plans[key] = weights is None, kept, self._form
             return weights, apart, reason
         if key not in plans:
             return self._weights_of([self._term_by_value(outputs)], key)
         adds_up, kept, form = plans[key] or (False, [], None)
-        leaves = [dict(nested.leaves(own)) for own in self.arguments]
-        if form != self._form or any(path not in leaves[0] for *_, own in kept for path, _ in own):
+        if form != self._form:
             raise UnclearError("without gradients its counts, factors or arguments may differ")
         apart = []
-        for i, number, given in kept:
+        for i, number in kept:
             own = [counted[i] for counted in self.counted]
-            factors = [Factor([_tensor(n[path]) for n in leaves], by) for path, by in given]
-            counts = tuple(counts_of(own)) if own[0].kind == "mean" else None
-            apart.append((Term([number] * len(own), factors=factors, own=own), counts))
+            apart.append((Term([number] * len(own), own=own), tuple(counts_of(own))))
         return (None if adds_up else sizes), apart, ""
-
-    def _kept(self, term: Term, weights: Weights) -> Any:
-        """Return what a call without gradients needs of a cross entropy; None if it may differ.
-
-        That is its position, its number and the arguments that multiply or divide it.
-        """
-        place, number = self.counted[0].index(term.own[0]), term.number[0]
-        given = [(factor.path, factor.divides) for factor in term.factors]
-        if not all(path for path, _ in given) or (term.kind == "sum" and weights is not None):
-            return None
-        if term.kind == "sum" and term.numbers and not given:
-            # A number that divides it is most often another one in the next call.
-            path = self._path_of(term.inverses())
-            return (place, math.copysign(1, number), [(path, True)]) if path else None
-        return place, number, given
 
     def _term_by_value(self, outputs: Tensors) -> Term:
         """Return the multiple of a cross entropy that an output is. This waits for the device.
@@ -458,11 +442,6 @@ def _shares(counts: Sequence[int]) -> Weights:
     """Return the weights of a mean over so many entries, the same if all have another width."""
     divisor = math.gcd(*counts) or 1
     return tuple(count // divisor for count in counts)
-
-
-def _tensor(argument: Any) -> Tensor:
-    """Return an argument with one entry as a tensor, and a number in double."""
-    return argument if isinstance(argument, Tensor) else torch.tensor(argument, dtype=torch.double)
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
