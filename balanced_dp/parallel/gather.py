@@ -30,9 +30,9 @@ class Gather:
       stacked to a vector. Integers and bools that differ add up (of bools, to whether any is true),
       with a warning.
     - A list or tuple that is as long as the chunk on every replica has an entry for each sample;
-      lists are concatenated. In chunks of one size this is ambiguous: if it holds a tensor with a
-      batch dimension, or only 0-dim ones, it is joined item by item, lists with a warning. So is a
-      tuple with the chunk size in each shape, or with tensors of unlike ranks.
+      lists are concatenated. In chunks of one size this is ambiguous: tuples are joined item by
+      item, and so are, with a warning, lists that are equal everywhere, or that hold a tensor with
+      a batch dimension, or only 0-dim ones.
     - Other containers are joined item by item. A key-value cache of transformers becomes None.
       Anything else must be equal on every replica and is returned as it is.
 
@@ -83,28 +83,21 @@ class Gather:
             return False
         if len(set(sizes)) > 1:
             return True
-        columns = zip(*map(nested.tensors, lists), strict=False)
-        dim = self.call.dim
-        # One entry is a number, as for outputs that are in no list.
-        lengths = [{n for t in own if t.numel() > 1 for n in t.shape[dim:][:1]} for own in columns]
-        shapes = [o.shape for o in lists[0] if isinstance(o, Tensor)]
-        # A tuple of lists of tensors, such as (features, ids), holds outputs, as for torch, and so
-        # does one of a loss and rows, or of states of an RNN, with samples in another dimension.
-        are_outputs = all(isinstance(o, list) for o in lists[0])
-        are_outputs |= bool(shapes) and all(sizes[0] in shape for shape in shapes)
-        are_outputs &= isinstance(lists[0], tuple)
-        if lengths and (are_outputs or len({*map(len, shapes)}) > 1):
+        if isinstance(lists[0], tuple):
             return False
-        are_items = {sizes[0]} in lengths or (bool(lengths) and not any(lengths))
+        columns = list(zip(*map(nested.tensors, lists), strict=False))
+        dim, is_same = self.call.dim, all(_equal(lists[0], other) for other in lists)
+        # One entry is a number, as for outputs that are in no list.
+        are_numbers = bool(columns) and all(t.numel() == 1 for own in columns for t in own)
+        rows = [{t.shape[dim:][:1] for t in own if t.numel() > 1} for own in columns]
+        if not (are_numbers or is_same or {sizes[:1]} in rows):
+            return True
         # A list of one item is one output, but a list of one dictionary may be one detection.
-        may_be_entries = sizes[0] > 1 or isinstance(lists[0][0], MutableMapping)
-        is_list, is_same = isinstance(lists[0], list), all(_equal(lists[0], o) for o in lists)
-        if is_list and (may_be_entries if are_items else is_same):
-            how = "joined item by item" if are_items else "equal everywhere, so returned once"
-            reason = f"it is as long as each chunk, {sizes[0]}, and is {how}"
+        if sizes[0] > 1 or isinstance(lists[0][0], MutableMapping):
+            reason = f"it is as long as each chunk, {sizes[0]}, and is joined item by item"
             remedy = "Return a tensor of entries of samples, or a tuple of items of all samples"
             self.call.warn(path, reason, remedy)
-        return not are_items and (bool(lengths) or not is_same)
+        return False
 
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
         first, how = tensors[0], self.call.scalar_outputs

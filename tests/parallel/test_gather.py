@@ -205,15 +205,15 @@ def test_detections_are_joined_by_image_or_warned_of(batch_size, num_boxes):
 
 def test_equal_lists_are_warned_of():
     """They may be constants, or texts of samples that are all empty."""
-    with pytest.warns(BalanceWarning, match="as each chunk, 4, and is equal everywhere"):
+    with pytest.warns(BalanceWarning, match="as each chunk, 4, and is joined item by item"):
         assert split(lambda _, x: [""] * len(x), None, 2)(torch.ones(8)) == [""] * 4
 
 
-@pytest.mark.filterwarnings("ignore:.*rows for chunks")
+@pytest.mark.filterwarnings("ignore:.*rows for chunks", "ignore:.*as long as each chunk")
 @pytest.mark.parametrize(
     ("item", "num"),
     [
-        *((lambda x: [x], 2), (lambda x: x.mean().view(1), 2), (lambda x: {"a": x}, 8), (str, 8)),
+        *((lambda x: [x], 2), (lambda x: x.mean().view(1), 2), (lambda x: {"a": x}, 2)),
         (lambda x: x[:6].view(3, 2, -1).repeat(1, 1, 3), 2),  # states of an RNN with three layers
         (lambda x: x if len(x.T) > 2 else x.mean(), 2),  # a loss and rows
     ],
@@ -221,8 +221,6 @@ def test_equal_lists_are_warned_of():
 def test_a_tuple_that_holds_outputs(item, num):
     """In chunks of two, each was an entry of a sample: CUT's two lists, losses of one entry, states
     of an RNN, the loss and the flat rows of UER-py's taggers.
-
-    Other tuples are for samples.
     """
     model = split(lambda _, x: tuple(item(x.repeat(4, i + 1)) for i in (0, 1)), None)
     assert len(model(torch.arange(16.0).view(8, 2).requires_grad_())) == num
