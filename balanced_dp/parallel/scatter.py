@@ -205,7 +205,15 @@ class Inputs:
             return [tensor] * len(devices)
         lengths = self._lengths(length := self._size(tensor, path), path, sizes)
         if length != sum(lengths):
-            raise self._size_error(tensor, path, sum(sizes))
+            first, _ = self._first(self._all_to_split(self._named()))
+            source = f" by its first tensor, {first}" if first != path else ""
+            raise _error(
+                path,
+                f"of shape {tuple(tensor.shape)} has size {length} along dim {self.dim}, but the "
+                f"batch has {sum(sizes)} samples{source}; broadcast=({path!r},) copies it whole to "
+                "each device, and split takes lists of samples and tensors with several rows for "
+                "each; if its samples are along another dimension, transpose it",
+            )
         if tensor.is_nested or tensor.layout != torch.strided:
             raise _error(path, "is a sparse or nested tensor, which is not split; pass a dense one")
         if len(sizes) == 1:
@@ -224,37 +232,6 @@ class Inputs:
             fact = f"of shape {tuple(tensor.shape)} has no dimension {self.dim} to split"
             raise _error(path, f"{fact}; broadcast=({path!r},) copies it whole to each device")
         return tensor.size(self.dim)
-
-    def _size_error(self, tensor: torch.Tensor, path: str, batch: int) -> ScatterError:
-        """Return the error of a tensor that is not of batch size, with the remedy for its cause."""
-        size, named = tensor.size(self.dim), self._named()
-        first, other = self._first(self._all_to_split(named))
-        lengths = {name: len(value) for name, value in _sequences(named) if _are_alike(value)}
-        entries = next((n for name, n in lengths.items() if _is_below(first, [name])), batch)
-        lists = tuple(name for name, n in lengths.items() if n == entries)
-        source, also = "", ""
-        if first != path:
-            source = f" by its first tensor, {first}"
-            also = f", and if {first} does not, use broadcast=({first!r},)"
-            also += ", or transpose it" if size in other.shape else ""
-            few, many = sorted((size, batch))
-            if 1 < few < many and many % few == 0:
-                longer = path if size == many else first
-                also += f"; split=({longer!r},) gives each sample {many // few} rows"
-        if any(_is_below(one, lists) for one in (path, first)):
-            remedy = (
-                f"if each entry of {' and '.join(lists)} is a sample, split={lists!r} splits them, "
-                "or stack or pad the tensors to one"
-            )
-        elif batch in tensor.shape and size % (batch or 1):
-            remedy = "its samples are along another dimension, so transpose it"
-        else:
-            remedy = (
-                f"if {path} does not have one entry per sample, broadcast=({path!r},) copies it to "
-                f"each device{also}"
-            )
-        fact = f"of shape {tuple(tensor.shape)} has size {size} along dim {self.dim}"
-        return _error(path, f"{fact}, but the batch has {batch} samples{source}; {remedy}")
 
     def _warn_if_it_hides_tensors(self, value: Any, path: str) -> None:
         held = {} if isinstance(value, type | nn.Module) else getattr(value, "__dict__", {})

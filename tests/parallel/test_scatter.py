@@ -78,7 +78,7 @@ def test_broadcast_takes_a_path_or_one_above_it(path):
 
 BY_FIRST = (
     r"input x.1.mask of shape \(3, 4\) has size 3 along dim 0, but the batch has 5 samples by its "
-    r"first tensor, x.0; .*, broadcast=\('x.1.mask',\) copies .* not, use broadcast=\('x.0',\)"
+    r"first tensor, x.0; broadcast=\('x.1.mask',\) copies it whole to each device, "
 )
 NOT_SPLIT = "input x is a sparse or nested tensor, which is not split"
 NESTED = torch.nested.nested_tensor([torch.ones(2)] * 5, layout=torch.jagged)
@@ -115,6 +115,7 @@ IMAGES = [torch.full((3, 4, 4 + i % 2), float(i)) for i in range(8)]
 TARGETS = [{"boxes": torch.full((i + 1, 4), float(i))} for i in range(8)]
 SEQUENCES = [torch.full((7, 2), float(i)) for i in range(8)]
 GRU = nn.GRU(3, 3, batch_first=True)
+SIZE = "split takes lists of samples and tensors with several rows for each"
 ONE_DEVICE = r"one device; if .* split=\('args.0',\)"
 EIGHT = r"args.0 is a list of 8 items.* split=\('args.0',\)"
 
@@ -135,25 +136,25 @@ def gru(_, x, h):
 @pytest.mark.parametrize(
     ("forward", "args", "message", "options", "right"),
     [
-        (sums, (IMAGES, TARGETS), r"split=\('args.0', 'args.1'\)", None, None),
+        (sums, (IMAGES, TARGETS), SIZE, None, None),
         (sums, (IMAGES,), EIGHT, None, None),
         (sums, (SEQUENCES,), EIGHT, None, None),
-        (sums, (X, SEQUENCES), r"split=\('args.1',\) splits them", {"split": "args.1"}, None),
+        (sums, (X, SEQUENCES), SIZE, {"split": "args.1"}, None),
         (sums, ([1, 2, 3, 4],), ONE_DEVICE, None, None),
         (sums, (np.arange(5),), ONE_DEVICE, None, None),
         (sums, (iter([1, 2, 3]),), "one device; make it a list", None, ([1, 2, 3],)),
         (
             *(gru, (X[:, None], torch.ones(1, 8, 3))),
-            "input args.1 of .* its samples are along another dimension, so transpose it",
+            "input args.1 of .* if its samples are along another dimension, transpose it",
             *({}, (X[:, None], torch.ones(8, 1, 3))),
         ),
         (
             *(lambda _, x, y: y.view(len(x), -1), (X, torch.arange(16.0))),
-            *(r"split=\('args.1',\) gives each sample 2 rows", {"split": "args.1"}, None),
+            *(SIZE, {"split": "args.1"}, None),
         ),
         (
             *(lambda _, y, x: y.view(len(x), -1), (torch.arange(16.0), X)),
-            *(r"split=\('args.0',\) gives each sample 2 rows", {"split": "args.0"}, None),
+            *(SIZE, {"split": "args.0"}, None),
         ),
         (sums, (Graph(X),), r"args.0 is a Graph whose tensors \(x\)", None, ([Graph(X)] * 8,)),
     ],
