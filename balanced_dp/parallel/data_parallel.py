@@ -62,8 +62,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - A tensor whose size along ``dim`` is not the batch size raises an error instead of being cut.
     - Outputs may hold dataclasses, and strings, numbers and constants that are equal everywhere.
     - Worker threads have the caller's autocast dtype, inference mode and context variables.
-    - An exception from a replica is logged at once and raised, with a note that names the replica,
-      when the others have ended.
+    - An exception from a replica is raised itself, with a note that names the replica.
     - A list of outputs with an entry for each sample comes back as one list.
 
     Args:

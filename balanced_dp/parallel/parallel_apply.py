@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,8 +15,6 @@ from ..devices import has_streams, is_emulated, on_stream
 from ..errors import add_note
 from .losses.cross_entropy import run_counted
 from .nested import Arguments
-
-logger = logging.getLogger(__name__)
 
 
 def parallel_apply(
@@ -34,8 +31,7 @@ def parallel_apply(
     Each call has the caller's grad mode, inference mode, autocast state and current streams, and in
     other threads a copy of its context variables.
 
-    The first exception of a replica is logged at once, because another replica may wait for it
-    forever. Ctrl-C ends the wait for other replicas, and abandons them.
+    Ctrl-C ends the wait for other replicas, and abandons them.
 
     Args:
         functions: one for each call.
@@ -57,12 +53,6 @@ def parallel_apply(
     has_own_threads = is_emulated(devices[0]) and len(others) > 1
     first = None if has_own_threads else others.pop(0)
 
-    def where(index: int) -> str:
-        place = f"in replica {index} on {devices[index]}"
-        if not chunk_sizes:
-            return place
-        return f"{place}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
-
     # Emulated devices share the cores. If all pools of OpenMP together have more threads than there
     # are cores, the threads sleep between operators, and waking them takes time, in backward, too.
     num_threads = torch.get_num_threads()
@@ -76,9 +66,6 @@ def parallel_apply(
                 with restored(device):
                     results[index] = run_counted(index, functions[index], *args, **kwargs)
             except BaseException as error:
-                if others and not errors and isinstance(error, Exception):
-                    text = f"{error!r} {where(index)}"  # holds no frames
-                    logger.warning("%s; it is raised when the other replicas have ended", text)
                 errors[index] = error
                 return
 
@@ -95,7 +82,10 @@ def parallel_apply(
             thread.join()
         if errors:
             index = min(errors)
-            add_note(errors[index], where(index))
+            note = f"in replica {index} on {devices[index]}"
+            if chunk_sizes:
+                note += f", with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
+            add_note(errors[index], note)
             raise errors[index]
         return [results[index] for index in range(len(functions))]
     finally:

@@ -106,16 +106,10 @@ def test_threads_have_the_state_of_the_caller(context, num_calls, emulated):
 
 
 @pytest.mark.parametrize("first", [KeyboardInterrupt, ValueError])
-def test_the_first_failure_is_raised_at_the_end(caplog, emulated, first):
-    """It is logged at once, since others may wait for the replica that failed, as those of
-    synchronized batch norm do. An interrupt is not logged.
-    """
-    logged, ended = threading.Event(), []
-    caplog.handler.addFilter(lambda record: logged.set() or True)
+def test_the_first_failure_is_raised_at_the_end(emulated, first):
+    ended = []
 
     def call(index):
-        if index == 2:
-            assert first is KeyboardInterrupt or logged.wait(60)
         ended.append(index)
         if index:
             raise first(f"master {index}")
@@ -123,12 +117,6 @@ def test_the_first_failure_is_raised_at_the_end(caplog, emulated, first):
     with pytest.raises(first, match="master 1"):
         run([lambda i=i: call(i) for i in range(3)], emulated[:3])
     assert sorted(ended) == [0, 1, 2]
-    messages = [record.getMessage() for record in caplog.records]
-    if first is KeyboardInterrupt:
-        assert not messages
-    else:
-        assert "ValueError('master 1') in replica 1 on lazy:1; it is raised when" in messages[0]
-        assert len(messages) == 1
 
 
 def test_peaks_are_those_before_an_idle_step(emulated):
