@@ -99,8 +99,7 @@ class Inputs:
         """Return the arguments for each device. Differentiable.
 
         A tensor is copied from its device directly to each destination. A chunk that stays on its
-        device is a copy, too, unless it is the whole tensor, or a view of an expanded one that
-        takes less memory than its chunks.
+        device is a copy, too, unless it is the whole tensor.
 
         Args:
             devices: the destinations.
@@ -152,12 +151,7 @@ class Inputs:
         """Return the value for each device."""
         devices, sizes = split
         if isinstance(value, torch.Tensor):
-            parts = self._chunks(value, path, split)
-            return [
-                # Written to in place, a whole tensor would be written once for each replica.
-                move(part, device, copy=part is value and device in devices[:i])
-                for i, (part, device) in enumerate(zip(parts, devices, strict=True))
-            ]
+            return self._chunks(value, path, split)
         if isinstance(value, Scattered):
             if value.devices != tuple(devices) or (sizes and value.chunk_sizes != tuple(sizes)):
                 call = f"splits {tuple(sizes)}" if sizes else "does not split"
@@ -198,11 +192,11 @@ class Inputs:
             raise _error(path, fact)
         return length
 
-    def _chunks(self, tensor: torch.Tensor, path: str, split: Split) -> Sequence[torch.Tensor]:
-        """Return the chunk of a tensor for each device, not yet moved."""
+    def _chunks(self, tensor: torch.Tensor, path: str, split: Split) -> list[torch.Tensor]:
+        """Return the chunk of a tensor for each device."""
         devices, sizes = split
         if not sizes or tensor.dim() == 0 or _is_below(path, self.broadcast):
-            return [tensor] * len(devices)
+            return [move(tensor, device) for device in devices]
         lengths = self._lengths(length := self._size(tensor, path), path, sizes)
         if length != sum(lengths):
             first, _ = self._first(self._all_to_split(self._named()))
@@ -217,15 +211,11 @@ class Inputs:
         if tensor.is_nested or tensor.layout != torch.strided:
             raise _error(path, "is a sparse or nested tensor, which is not split; pass a dense one")
         if len(sizes) == 1:
-            return [tensor]
-        parts = list(tensor.split(lengths, self.dim))
-        staying = [i for i, device in enumerate(devices) if device == tensor.device]
-        if tensor.untyped_storage().nbytes() >= sum(parts[i].nbytes for i in staying):
-            # Views would keep the whole batch there while autograd needs them, and an in-place
-            # operation on one would count for all. Expanded tensors stay expanded.
-            for i in staying:
-                parts[i] = move(parts[i], tensor.device, copy=True)
-        return parts
+            return [move(tensor, devices[0])]
+        # A view would keep the whole batch on its device while autograd needs it, and an in-place
+        # operation on one would count for all.
+        parts = zip(tensor.split(lengths, self.dim), devices, strict=True)
+        return [move(part, device, copy=True) for part, device in parts]
 
     def _size(self, tensor: torch.Tensor, path: str) -> int:
         if not -tensor.dim() <= self.dim < tensor.dim():
