@@ -72,7 +72,7 @@ class Inputs:
             ScatterError: the tensor has no dimension ``dim``.
 
         Warns:
-            BalanceWarning: nothing is split although there are lists, arrays or iterators; or
+            BalanceWarning: nothing is split although there are lists or arrays; or
                 nothing but the tensors of a list, which may have an entry for each sample.
         """
         named = self._named()
@@ -80,7 +80,6 @@ class Inputs:
         for path, value in _sequences(named):
             if not found:
                 fact = "and nothing is split, so the call runs on one device"
-                fact += "; make it a list" if isinstance(value, Iterator) else ""
                 self._warn(path, value, fact)
             elif all(_is_below(one, [path]) for one, _ in found) and _are_alike(value):
                 fact = f"of {len(value)} items, whose tensors are split along dim {self.dim}"
@@ -243,9 +242,9 @@ class Inputs:
 
 
 def _sequences(inputs: Named) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost lists, tuples, arrays and iterators of more than one entry."""
+    """Yield the outermost lists, tuples and arrays of more than one entry."""
     for path, value in inputs:
-        if isinstance(value, Iterator) or _length(value) not in (None, 0, 1):
+        if _length(value) not in (None, 0, 1):
             yield path, value
         else:
             yield from _sequences(nested.items(value, path) or ())

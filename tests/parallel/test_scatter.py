@@ -141,7 +141,6 @@ def gru(_, x, h):
         (sums, (X, SEQUENCES), SIZE, {"split": "args.1"}, None),
         (sums, ([1, 2, 3, 4],), ONE_DEVICE, None, None),
         (sums, (np.arange(5),), ONE_DEVICE, None, None),
-        (sums, (iter([1, 2, 3]),), "one device; make it a list", None, ([1, 2, 3],)),
         (
             *(gru, (X[:, None], torch.ones(1, 8, 3))),
             "input args.1 of .* if its samples are along another dimension, transpose it",
