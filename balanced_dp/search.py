@@ -1,7 +1,7 @@
 """Search for the split that minimizes the utilization of the fullest device. Pure, without torch.
 
 Nothing is predicted. The memory of a device grows with its samples, so each search looks for the
-largest integer that stays within a limit. ``next_number`` brackets it; a line through two
+largest integer that stays within a limit. ``Search.find`` brackets it; a line through two
 measurements only chooses what to measure next.
 """
 
