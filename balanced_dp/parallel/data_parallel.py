@@ -119,8 +119,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             place or lazy; or weights were changed inside ``shared_weights()``.
 
     Warns:
-        BalanceWarning: once for each output or input that it is about; for an output
-            again with gradients after one without.
+        BalanceWarning: once for each output or input that it is about; for an output again with
+            gradients after one without.
 
             - ``gpu0_bsz`` is not below the even share of the first batch.
             - A 0-dim output may differ from that of the whole batch, or the graph shows that
