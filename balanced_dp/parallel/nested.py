@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -95,14 +95,18 @@ def checked_items(value: object, path: str, error: type[Exception]) -> list[tupl
     Raises:
         error: the value holds tensors but can be neither split nor joined.
     """
-    problem = ""
+    found, problem = None, ""
     if isinstance(value, PackedSequence):
         problem = "has no batch dimension; pass the padded batch, its lengths, and pack in forward"
     elif is_cache(value):
         problem = "belongs to one model, not to its replicas; call the model with use_cache=False"
+    elif (found := items(value, path)) is None and isinstance(value, Mapping | Set | Sequence):
+        held = value.values() if isinstance(value, Mapping) else value
+        if any(isinstance(item, torch.Tensor) for item in held):
+            problem = "cannot be rebuilt with other tensors; use a dict, list or tuple"
     if problem:
         raise error(f"{path or 'the output'} is a {type(value).__name__}, which {problem}")
-    return items(value, path)
+    return found
 
 
 def is_cache(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 from collections import OrderedDict, UserDict, defaultdict, deque
 from contextlib import nullcontext
 
@@ -335,7 +336,11 @@ def test_a_cache_of_transformers_is_left_out():
     assert model(input_ids=ids, labels=ids, use_cache=False).logits.shape == (8, 6, 50)
 
 
-def test_a_packed_sequence_is_no_output():
+@pytest.mark.parametrize("make", [types.MappingProxyType, lambda x: {x["x"]}], ids=["proxy", "set"])
+def test_containers_that_cannot_be_rebuilt(make):
+    """They went whole to each replica."""
+    with pytest.raises(ScatterError, match=r"cannot be rebuilt with other tensors; use a dict"):
+        wrap(lambda _, x: x)(make({"x": torch.ones(8)}))
     with pytest.raises(GatherError, match="the output is a PackedSequence"):
         wrap(lambda _, x: PACKED)(torch.ones(8))
 
