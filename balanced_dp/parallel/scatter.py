@@ -195,7 +195,8 @@ class Inputs:
         """Return the chunk of a tensor for each device."""
         devices, sizes = split
         if not sizes or tensor.dim() == 0 or _is_below(path, self.broadcast):
-            return [move(tensor, device) for device in devices]
+            # Written to in place, a whole tensor would be written once for each replica.
+            return [move(tensor, d, copy=d in devices[:i]) for i, d in enumerate(devices)]
         lengths = self._lengths(length := self._size(tensor, path), path, sizes)
         if length != sum(lengths):
             first, _ = self._first(self._all_to_split(self._named()))

@@ -228,15 +228,18 @@ def test_a_chunk_does_not_keep_the_batch(where, emulated):
         assert torch.lazy.max_memory_allocated(emulated[0]) == 8192
 
 
+@pytest.mark.parametrize("scale", [torch.ones(()), torch.ones(2)])
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("begin", [nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)])
-def test_inputs_may_be_written_in_place(devices, begin, requires_grad):
-    """Chunks that stay on one device were views: what one replica wrote, others found changed."""
-    module = Lambda(lambda m, x: m.layer(begin(x)), layer=nn.Linear(4, 2)).to(devices[0])
-    found = []
-    for run in (module, BalancedDataParallel(2, module, devices[:3])):
+def test_inputs_may_be_written_in_place(devices, begin, requires_grad, scale):
+    """Chunks that stay on one device were views, and replicas there shared whole tensors: what one
+    wrote, others found changed, too.
+    """
+    module = Lambda(lambda m, x, scale: m.layer(begin(x)) * scale.mul_(2), layer=nn.Linear(4, 2))
+    module, found = module.to(devices[0]), []
+    for run in (module, BalancedDataParallel(2, module, devices[:3], broadcast="args.1")):
         x = torch.linspace(-2, 2, 32, device=devices[0]).reshape(8, 4).requires_grad_(requires_grad)
-        output = run(x * 1.0)
+        output = run(x * 1.0, scale.to(devices[0], copy=True))
         output.pow(2).sum().backward()
         gradients = [t.grad.cpu() for t in (x, *module.parameters()) if t.requires_grad]
         found.append([output.detach().cpu(), *gradients])
