@@ -21,7 +21,7 @@ NEEDED = """
     nn.Module._load_from_state_dict nn.modules.batchnorm._BatchNorm Tensor._backward_hooks
     Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata
     _utils._flatten_dense_tensors _utils._unflatten_dense_tensors _foreach_copy_ _disable_dynamo
-    utils._pytree.tree_leaves utils._pytree.tree_map_only autograd.Function._backward_cls
+    utils._pytree.tree_leaves utils._pytree.tree_map_only
     jit._builtins._register_builtin _C._nn.cross_entropy_loss _C._nn.nll_loss_nd
     _C._functorch.peek_interpreter_stack _C._functions.SumBackward0._input_metadata
     _C._disabled_torch_function_impl _C._get_accelerator _C._FunctionBase._set_sequence_nr

@@ -20,7 +20,7 @@ devices
 memory/ records nvml
 memory/ out_of_memory breakdown peaks probe __init__
 parallel/ nested scatter copies homes shared_weights
-parallel/losses/ cross_entropy graph weights join __init__
+parallel/losses/ cross_entropy weights graph join __init__
 parallel/ replica replicate parallel_apply
 parallel/ gather per_device criterion auto check data_parallel
 parallel/ functional __init__

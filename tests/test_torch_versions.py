@@ -92,7 +92,7 @@ ELSEWHERE = {
     # Read of an RNN, which has them.
     *("_flat_weights", "_flat_weights_names"),
     # Of nodes of autograd, which have them, or lack them as others do.
-    *("_saved_reduction", "_saved_dim", "_saved_dims", "_saved_ignore_index"),
+    *("_saved_dim", "_saved_dims", "_saved_ignore_index"),
     *("_saved_alpha", "_raw_saved_", "_saved_"),
     # Names that emulate_devices gives to functions of its own, and registers kernels for.
     *("_copy_from", "_local_scalar_dense"),

@@ -88,10 +88,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``"texts"``, or of these and tensors with several, such as ``"passages"``, one sample
             after the other; each device gets the entries of its samples.
         scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value of the whole batch,
-            if they are linear in means and sums over samples; anything else is averaged as with
-            ``"mean"``, with a warning. ``"mean"``: to their mean, weighted by chunk size.
-            ``"sum"``: to their sum. ``"stack"``: to a vector, as in ``nn.DataParallel``. The first
-            two add up integers and bools that differ, with a warning.
+            if they are sums of means over samples, or of cross entropies, or of sums over samples;
+            anything else is averaged as with ``"mean"``, with a warning. ``"mean"``: to their
+            mean, weighted by chunk size. ``"sum"``: to their sum. ``"stack"``: to a vector, as in
+            ``nn.DataParallel``. ``"mean"`` and ``"sum"`` add up integers and bools that differ,
+            with a warning.
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
             means that torch does not compute, such as those of a custom kernel. Its parameters
             name the arguments of ``forward`` that it gets: ``lambda mask: mask.sum()``. A weight is

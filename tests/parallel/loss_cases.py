@@ -169,10 +169,6 @@ PENALTIES: dict[str, Callable[[Net], Any]] = {
     "softplus by hand": lambda n: n.ones.exp().log1p().sum(),
     "nothing": lambda n: 0.0 * sum(p.sum() for p in n.parameters()),
     "as many weights as samples": lambda n: n.token_head.weight.abs().sum(),
-}
-"""What is added to a mean."""
-
-UNKNOWN_PENALTIES: dict[str, Callable[[Net], Any]] = {
     "orthogonality": lambda n: (gram(n) - torch.eye(CLASSES).to(gram(n))).square().sum(),
     "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
     "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
@@ -181,7 +177,7 @@ UNKNOWN_PENALTIES: dict[str, Callable[[Net], Any]] = {
     "similar rows": lambda n: (F.normalize(gram(n)) @ F.normalize(gram(n)).T).triu(1).sum(),
     "distance to old weights": lambda n: (n.head.weight - n.head.weight.detach()).square().sum(),
 }
-"""Penalties that may depend on samples, as their graphs do not tell."""
+"""What is added to a mean."""
 
 COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
     "a count": lambda m: m.sum(),
@@ -198,52 +194,26 @@ OTHER_DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
 """By what else it is divided."""
 
 EXACT: dict[str, Callable[..., Any]] = {
-    **{
-        name: lambda n, x, o, real, penalty=penalty: F.mse_loss(o, real) + 0.01 * penalty(n)
-        for name, penalty in PENALTIES.items()
-    },
-    **{
-        f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
-        for name, count in COUNTS.items()
-    },
-    "weights alone": lambda n, x, o: (n.token_head.weight.abs().sum(), 2 * n.scale.exp()),
     # Means over entries.
     **{
         name: lambda n, x, o, real, name=name: getattr(F, f"{name}_loss")(o, real)
         for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin", "poisson_nll")
     },
-    "added to a leaf": lambda n, x, o, real: (
-        torch.zeros((), dtype=o.dtype, device=o.device, requires_grad=True) + F.mse_loss(o, real)
-    ),
     "two columns of rows": lambda n, x, o: torch.stack([rows(o), o.abs().sum(1)], 1).mean(),
-    "packed": lambda n, x, o, lengths: (
-        pack_padded_sequence(n.tokens(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
-        .data.square()
-        .mean()
-    ),
     "a number less a mean": lambda n, x, o, real: 3 - 2 * F.mse_loss(o, real),
     "cosine similarity": lambda n, x, o, real: 1 - F.cosine_similarity(o, real).mean(),
-    "stacked by sample": lambda n, x, o, y: torch.stack(
-        [F.cross_entropy(row, label) for row, label in zip(o, y, strict=True)]
-    ).mean(dim=0, keepdim=True),
     "sorted by length": lambda n, x, o, growing: rows(o[growing.sort(descending=True)[1]]).mean(),
     "entries in order": lambda n, x, o: o.sort(1).values[:, 0].mean() + o.median(1).values.mean(),
     # Sums.
     "sum of sums": lambda n, x, o, real: sum([o.square().sum(), (o - real).abs().sum()]),
     "minus a sum": lambda n, x, o: -1 * o.square().sum() + torch.zeros(1).to(o).squeeze(),
-    "selected sum": lambda n, x, o, y: rows(o)[y > 1].sum(),
     "variational": lambda n, x, o, part: (
         F.binary_cross_entropy(o.sigmoid(), part, reduction="sum")
         - 0.5 * torch.sum(1 + o - o.square() - o.exp())
     ),
     "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
     "sum by a number": lambda n, x, o, ignored, num_items: summed(o, ignored) / num_items,
-    "by tensors": lambda n, x, o, y, items: 0.9 * summed(o, y) / items + items * o.sum(),
-    "by a clamped tensor": lambda n, x, o, ignored, items: summed(o, ignored) / items.clamp(min=1),
     "by a tensor, and a mean": lambda n, x, o, y, items: summed(o, y) / items + rows(o).mean(),
-    "means by tensors": lambda n, x, o, ignored, items: (
-        F.cross_entropy(o, ignored) * items + rows(o).mean() / items
-    ),
     # Means over what counts.
     "cross entropy": lambda n, x, o, y: F.cross_entropy(o, y),
     "ignored": lambda n, x, o, ignored: F.cross_entropy(o, ignored),
@@ -254,73 +224,28 @@ EXACT: dict[str, Callable[..., Any]] = {
     "count and sum": lambda n, x, o, ignored, real: (
         F.cross_entropy(o, ignored) + F.mse_loss(o, real, reduction="sum")
     ),
-    "count and masked mean": lambda n, x, o, ignored, weight: (
-        F.cross_entropy(o, ignored) + masked_mean(rows(o), weight)
-    ),
-    "counts of unlike weights": lambda n, x, o, ignored, tokens: (
-        (-n.scale).exp() * F.cross_entropy(o, ignored)
-        + n.scale * cross_entropy_of_tokens(n, x, tokens)
-    ),
-    "a number added to a learned one": lambda n, x, o, ignored: (
-        0.5 / n.ones[0] ** 2 * F.cross_entropy(o, ignored) + torch.log(1 + n.ones[0] ** 2)
-    ),
-    "a learned factor in a vector": lambda n, x, o, ignored: (
-        0.5 / n.token_head.weight[0, :1].exp() * F.cross_entropy(o, ignored)
-    ),
-    "divided by a learned variance": lambda n, x, o, real: (
-        F.mse_loss(o, real) / (2 * n.scale.square()) + n.scale.log()
-    ),
     "checkpointed, reentrant": lambda n, x, o, ignored: (
         checkpoint(F.cross_entropy, o, ignored, use_reentrant=True)
         if o.requires_grad
         else F.cross_entropy(o, ignored)
     ),
+    "rows by a tensor, by length": lambda n, x, o, items: (rows(o) / items).sum() / len(x),
+    "entries by a buffer": lambda n, x, o: (rows(o) / n.temperature).mean(),
+    "minus half a sum": lambda n, x, o: -0.5 * o.square().sum(),
+    **{
+        f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
+        for name, count in COUNTS.items()
+    },
     "masked": lambda n, x, o, mask: masked_mean(rows(o), mask),
-    "shifted mask": lambda n, x, o, token_mask: masked_mean(
-        n.tokens(x).square().mean(-1)[:, 1:], token_mask[:, 1:]
-    ),
-    "selected": lambda n, x, o, real, holes: F.mse_loss(o[holes > 0], real[holes > 0]),
-    "rows of selected": lambda n, x, o, real, holes: (
-        (o[holes > 0] - real[holes > 0]).square().sum(1).mean() + o[holes > 0].square().mean()
+    "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
+    "half a masked mean": lambda n, x, o, holes: (
+        masked_mean(rows(o), holes) / 2 + rows(o).new_ones(())
     ),
     "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
         summed(o, ignored_chunk) / (ignored_chunk != -100).sum()
     ),
-    "sum by the inverse of a count": (
-        lambda n, x, o, mask: (rows(o) * mask).sum() * (1 / max(1, int(mask.sum())))
-    ),
-    "masked inputs": lambda n, x, o, real, mask: (
-        F.mse_loss(real * mask[:, None], o * mask[:, None], reduction="sum") / mask.sum()
-    ),
-    "each token, by their count": lambda n, x, o, tokens: (
-        F.cross_entropy(n.tokens(x).flatten(0, 1), tokens.flatten(), reduction="none")
-        .view(tokens.shape)
-        .sum()
-        / (tokens != -100).sum(1).sum()
-    ),
-    "filled": lambda n, x, o, mask: rows(o).masked_fill(mask < 1, 0).sum() / mask.sum(),
-    "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
-    "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
-    "entries by their number": lambda n, x, o: (o.square() / o.numel()).sum(),
-    "rows by a tensor, by length": lambda n, x, o, items: (rows(o) / items).sum() / len(x),
-    "rows by length": lambda n, x, o: (1 / len(x) * o).sum() - (-0.1 * (o / len(x))).sum(),
-    "rows by length, in parts": lambda n, x, o: (rows(o) / len(x) + o.sum(1) / len(x)).sum(),
-    "times its count": lambda n, x, o, ignored: (
-        F.cross_entropy(o, ignored) * (ignored != -100).sum()
-    ),
-    "scaled entries": lambda n, x, o: (0.3 * o.square()).sum(),
-    "entries by a buffer": lambda n, x, o: (rows(o) / n.temperature).mean(),
-    "parts of one mask": lambda n, x, o, mask: (rows(o) * mask + o[:, 0] * mask).sum() / mask.sum(),
-    "summed twice": lambda n, x, o, mask: (o * mask[:, None] / (5 * mask.sum())).sum(1).sum(),
-    "tokens by their mask": lambda n, x, o, token_mask: (
-        (n.tokens(x).square().mean(-1) * token_mask).sum(1) / token_mask.sum()
-    ).sum(),
-    "one mask twice": lambda n, x, o, mask: (
-        masked_mean(rows(o), mask) + 0.3 * masked_mean(rows(o).square(), mask)
-    ),
-    "minus half a sum": lambda n, x, o: -0.5 * o.square().sum(),
-    "divided by an empty mask": lambda n, x, o, holes: (rows(o) * holes / holes.sum()).sum(),
-    # Not linear in means and sums.
+    "masked, by an argument": lambda n, x, o, mask, items: (rows(o) * mask).sum() / items,
+    # Others.
     "mean in a checkpoint": lambda n, x, o, real: checkpoint(
         lambda o: 2 * F.mse_loss(o, real), o, use_reentrant=False, preserve_rng_state=False
     ),
@@ -334,12 +259,12 @@ EXACT: dict[str, Callable[..., Any]] = {
 UNCLEAR: dict[str, Callable[..., Any]] = {
     **{
         f"{name}, alone": lambda n, x, o, penalty=penalty: (rows(o).sum(), penalty(n))
-        for name, penalty in UNKNOWN_PENALTIES.items()
+        for name, penalty in PENALTIES.items()
         if "as many" in name
     },
     **{
         name: lambda n, x, o, real, penalty=penalty: F.mse_loss(o, real) + 0.01 * penalty(n)
-        for name, penalty in UNKNOWN_PENALTIES.items()
+        for name, penalty in PENALTIES.items()
     },
     **{
         f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
@@ -388,13 +313,38 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         n.tokens(x).transpose(0, 1).square().mean(0).sum()
         + torch.einsum("nc,n->c", o, x[:, 0]).square().mean()
     ),
+    # Exact, or with loss_weight or scalar_outputs.
+    "weights alone": lambda n, x, o: (n.token_head.weight.abs().sum(), 2 * n.scale.exp()),
+    "selected": lambda n, x, o, real, holes: F.mse_loss(o[holes > 0], real[holes > 0]),
+    "packed": lambda n, x, o, lengths: (
+        pack_padded_sequence(n.tokens(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        .data.square()
+        .mean()
+    ),
+    "selected sum": lambda n, x, o, y: rows(o)[y > 1].sum(),
+    "stacked by sample": lambda n, x, o, y: torch.stack(
+        [F.cross_entropy(row, label) for row, label in zip(o, y, strict=True)]
+    ).mean(dim=0, keepdim=True),
+    "by tensors": lambda n, x, o, y, items: 0.9 * summed(o, y) / items + items * o.sum(),
+    "counts of unlike weights": lambda n, x, o, ignored, tokens: (
+        (-n.scale).exp() * F.cross_entropy(o, ignored)
+        + n.scale * cross_entropy_of_tokens(n, x, tokens)
+    ),
+    "divided by a learned variance": lambda n, x, o, real: (
+        F.mse_loss(o, real) / (2 * n.scale.square()) + n.scale.log()
+    ),
+    "entries by their number": lambda n, x, o: (o.square() / o.numel()).sum(),
+    "rows by length, in parts": lambda n, x, o: (rows(o) / len(x) + o.sum(1) / len(x)).sum(),
+    "expanded": lambda n, x, o, ignored: F.cross_entropy(o, ignored).expand(len(x)).mean(),
+    "pairs of selected": lambda n, x, o, y: F.normalize(o[y > 0] @ o[y > 0].T).mean(),
+    "scaled entries": lambda n, x, o: (0.3 * o.square()).sum(),
+    "summed twice": lambda n, x, o, mask: (o * mask[:, None] / (5 * mask.sum())).sum(1).sum(),
     # Others.
     "masked mean by a statistic": lambda n, x, o, mask: masked_mean(rows(o), mask) / x.abs().mean(),
     "masked sum times its count": lambda n, x, o, mask: (rows(o) * mask).sum() * mask.sum(),
     "sum by its length, times length": lambda n, x, o: (
         rows(o).sum() / torch.tensor(float(len(x))) * len(x)
     ),
-    "mean of rows times length": lambda n, x, o: (rows(o) * len(x)).mean(),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
     "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
     "several outputs": over_all,
@@ -424,11 +374,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "halved gradient": (lambda n, x, o: Halved.apply(rows(o).mean())),
     "classes in a loop": (lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique())),
     "branch": (lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
-    "balanced cross entropy": (
-        lambda n, x, o, y: F.cross_entropy(
-            o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
-        )
-    ),
     "trimmed to the longest": lambda n, x, o, growing: (
         n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].square().mean()
     ),
@@ -436,15 +381,21 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].flatten().square().mean()
     ),
     "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
-    "weights of mean 1": lambda n, x, o, weight: (rows(o) * (weight / weight.mean())).mean(),
     "means of steps": lambda n, x, o, growing: (
         n.tokens(x)[:, : 1 + int(growing.max()) % LENGTH].mean((0, 2)).square().sum()
     ),
     "row of one sample": lambda n, x, o, y: n.head.weight[y[:1]].sum(),
 }
-"""What is computed from samples in other ways, and warned of, also where it is exact."""
+"""What is not known to be a mean or a sum, and warned of, also where it is exact."""
 
 UNSEEN: dict[str, Callable[..., Any]] = {
+    "mean of rows times length": lambda n, x, o: (rows(o) * len(x)).mean(),
+    "balanced cross entropy": (
+        lambda n, x, o, y: F.cross_entropy(
+            o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
+        )
+    ),
+    "weights of mean 1": lambda n, x, o, weight: (rows(o) * (weight / weight.mean())).mean(),
     "samples above their median": lambda n, x, o: rows(o)[rows(o) >= rows(o).median()].mean(),
     "the hardest samples": (lambda n, x, o: rows(o).topk(len(o) - len(o) // 3)[0].mean()),
     "largest of each class": (lambda n, x, o: (o / o.abs().max(0).values.detach()).square().mean()),

@@ -112,8 +112,6 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 LOSSES["correlations"] = barlow_twins
 LOSSES["distances"] = lambda m, x, y: F.cross_entropy(m.b(m.a(x)), y) + torch.pdist(m.a(x)).mean()
-LOSSES["expanded"] = lambda m, x, y: F.cross_entropy(m.a(x)[y > 0], y[y > 0]).expand(len(x)).mean()
-LOSSES["pairs of selected"] = lambda m, x, y: F.normalize(m.a(x)[y > 0] @ m.a(x)[y > 0].T).mean()
 MIXING = ROWS | LOSSES
 
 

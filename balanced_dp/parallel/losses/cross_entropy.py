@@ -31,8 +31,6 @@ class Counted:
     Attributes:
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
-        num_targets: how many targets it has, those that are ignored included.
-        weight: the weights of classes, or None.
         target: the targets of a square input, as where samples are compared with each other; or
             None.
         value: its value, with its graph.
@@ -43,8 +41,6 @@ class Counted:
 
     kind: str
     count: Any
-    num_targets: int
-    weight: Tensor | None
     target: Tensor | None
     value: Tensor
     node: Any
@@ -63,11 +59,6 @@ class Counted:
 def memory_of(tensor: Tensor) -> tuple[Any, Any]:
     """Return a key of the place in memory where a tensor begins."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
-
-
-def counts_of(own: Sequence[Counted]) -> list[Any]:
-    """Return the count of the cross entropy of each replica."""
-    return [one.count for one in own]
 
 
 current_call: ContextVar[Any] = ContextVar("current_call", default=None)
@@ -139,8 +130,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         value = loss.clone()  # the loss may be written to
         pairs = target if input.shape == 2 * target.shape else None
         version = 0 if loss.is_inference() else loss._version
-        num = target.numel()
-        found.append(Counted(kind, count, num, weight, pairs, value, loss.grad_fn, result, version))
+        found.append(Counted(kind, count, pairs, value, loss.grad_fn, result, version))
         return loss
 
     _register_builtin(compute, f"aten::{function.__name__}")  # for torch.jit.script in forward
@@ -165,7 +155,7 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
 def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
     """Replace gradients that are 0 / 0, of means and sums on replicas whose weight is 0, by 0."""
     for node, weight in zip(nodes, weights, strict=False):
-        if isinstance(weight, Tensor):
+        if node and isinstance(weight, Tensor):
             node.register_hook(functools.partial(_zero_if_empty, weight == 0))
 
 

@@ -1,26 +1,22 @@
 """Join the 0-dim outputs of the replicas into the outputs of the batch.
 
-A loss is a sum of terms c r_i: means and sums r_i over the samples of chunk i, times a number c
-(see ``graph``). A sum over the batch is the sum of those over the chunks. A mean is their mean
-weighted by their counts: entries, the targets that a cross entropy counts, or the sum of a mask. So
-with weights w_i,
+A loss l_i of chunk i is a mean m_i over its n_i samples, but for cross entropies c_ik, which are
+means over the targets t_ik that they count: l_i = m_i + sum_k a_k c_ik (see ``graph``). So
 
-    loss = sum_i w_i loss_i / sum_i w_i        or, of sums, loss = sum_i loss_i,
+    loss = sum_i n_i m_i / sum_i n_i + sum_k a_k sum_i t_ik c_ik / sum_i t_ik.
 
-if these are right for each term. A cross entropy has a known value, so beside other terms it may
-have weights of its own: it is subtracted, joined by itself and added again. If the others are
-unclear, they alone are averaged by samples, with one warning.
+The m_i are what is left of the l_i without the c_ik, whose values are known. They may also be sums,
+which add up, as cross entropies may, or masked means: then n_i is the sum of the mask. Whatever
+else is in a loss is averaged by samples, with one warning.
 
-Without gradients an output is joined as in the last call with gradients, or averaged.
+Without gradients, an output is joined as in the last call with gradients, or averaged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -32,9 +28,9 @@ from torch import Tensor
 from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
-from .cross_entropy import Counted, counts_of, ignore_if_empty, memory_of
-from .graph import Term, UnclearError, are_equal, how_samples_mix, masks_of, terms_of
-from .weights import ScalarOutputs, Tensors, Weights, joined, weight_of_chunk
+from .cross_entropy import Counted, ignore_if_empty, memory_of
+from .graph import Composition, are_equal, composition_of, follow, how_samples_mix, is_number
+from .weights import ScalarOutputs, Tensors, joined, shares, weight_of_chunk
 
 _REMEDY = (
     "Return its parts to combine them outside, or rows (with squeeze(-1), not squeeze()), or give "
@@ -42,13 +38,7 @@ _REMEDY = (
 )
 
 
-_NO_COUNTS = frozenset({1, -1, -0.5})
-"""Factors of a sum that are no counts: a sign, and -1/2 as in the divergence of normals."""
-
-
-Plan = tuple[Weights, Sequence[tuple[Term, Weights]], str]
-"""The weights of an output but for some cross entropies, these with their own weights, and why the
-rest is averaged by samples, or "" if it is known."""
+_NOT_SHOWN = "no call with gradients and the same arguments has shown how it is computed"
 
 
 @dataclass(slots=True, eq=False)
@@ -56,17 +46,13 @@ class OutputHistory:
     """The findings of earlier calls of a model about its outputs.
 
     Attributes:
-        plans: by function and path of an output, how it was joined in the last call with gradients:
-            whether it adds up but for some means that are cross entropies, the positions and
-            numbers of these, and the form of the call. None if only the graph tells.
-        are_arguments: by the place of a term in an output, whether the tensor that multiplies or
-            divides it was an argument, and not its count.
+        losses: by function and path of an output, what it was the sum of in the last call with
+            gradients, and the form of that call.
         seen: functions and cross entropies, which are looked at once, outputs that were joined as
             numbers, and what was warned of: paths of inputs, and outputs as a warning calls them.
     """
 
-    plans: dict[Any, Any] = field(default_factory=dict)
-    are_arguments: dict[Any, bool] = field(default_factory=dict)
+    losses: dict[Any, tuple[Composition | None, Any]] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
@@ -99,8 +85,6 @@ class Call:
     loss_weight: Callable[..., Any] | str | None = None
     arguments: Sequence[nested.Arguments] = ()
     counted: Sequence[list[Counted]] = ()
-    _sums: dict[Any, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
-    """Masks and their sums, by the place of a mask in memory."""
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
         """Return the value of the whole batch on ``device``. Differentiable.
@@ -117,33 +101,33 @@ class Call:
         self.history.seen.add(key)
         given = [w.get(name) if isinstance(w, Mapping) else w for w in self._given_weights]
         if given and all(weight is not None for weight in given):
-            with contextlib.suppress(UnclearError):
-                for term in terms_of(outputs, sizes, self.dim, {}, self._path_of):
-                    ignore_if_empty(term.nodes, given)
+            ignore_if_empty([output.grad_fn for output in outputs], given)
             return joined(outputs, given, device)
         if not self.counted or is_symbolic(outputs[0].device):
             return joined(outputs, sizes, device)
-        for own in zip(*self.counted, strict=False):  # if it is a cross entropy itself
+        for own in map(list, zip(*self.counted, strict=False)):  # if it is a cross entropy itself
             if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
                 self._check_counted(name, [own])
-                return joined(outputs, counts_of(own) if own[0].kind == "mean" else None, device)
-        try:
-            weights, apart, reason = self._plan(outputs, key)
-        except UnclearError as error:
-            weights, apart, reason = sizes, [], str(error)
-        if reason:
-            how = "It is averaged over samples" + ", except its cross entropies" * bool(apart)
-            self.warn(name, reason, f"{how}. {_REMEDY}")
-        self._check_counted(name, [term.own for term, _ in apart])
-        parts = []
-        for term, own_weights in apart:
-            factors = [factor.multipliers() for factor in term.factors]
-            numbers = zip(outputs, term.own, term.number, *factors, strict=True)
-            values = [math.prod(own, start=one.value).to(o.dtype) for o, one, *own in numbers]
-            outputs = [output - value for output, value in zip(outputs, values, strict=True)]
-            parts.append(joined(values, own_weights, device))
+                return joined(outputs, _weights_of(own), device)
+        loss = self._composition_of(outputs, key)
+        if loss.unclear:
+            how = "It is averaged over samples" + ", except its cross entropies" * bool(loss.parts)
+            self.warn(name, loss.unclear, f"{how}. {_REMEDY}")
+        found = [[counted[part.place] for counted in self.counted] for part in loss.parts]
+        self._check_counted(name, found)
+        if len(found) == 1 and not loss.weights:  # nothing but a multiple of it
+            return joined(outputs, _weights_of(found[0]), device)
+        total = torch.zeros((), dtype=outputs[0].dtype, device=device)
+        for part, own in zip(loss.parts, found, strict=True):
+            values = [one.value * part.number for one in own]
+            for path in part.divisors:
+                by = [dict(nested.leaves(arguments))[path] for arguments in self.arguments]
+                values = [value / divisor for value, divisor in zip(values, by, strict=True)]
+            outputs = [o - value.to(o.dtype) for o, value in zip(outputs, values, strict=True)]
+            total = total + joined(values, _weights_of(own), device)
         # If nothing counts, a mean may still be 0 / 1.
-        return sum(parts, joined(outputs, weights, device, if_empty=1))
+        weights = next(iter(loss.weights), sizes)
+        return total + joined(outputs, weights, device, if_empty=1)
 
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output of the first replica is a number, and not a row of one sample.
@@ -154,189 +138,53 @@ class Call:
         has_been = (self._code, name) in self.history.seen
         return not tensor.dim() or (tensor.numel() == 1 and (is_of_several or has_been))
 
-    def _plan(self, outputs: Tensors, key: Any) -> Plan:
-        """Return how an output is joined.
+    def _composition_of(self, outputs: Tensors, key: Any) -> Composition:
+        if not torch.is_grad_enabled():
+            loss, form = self.history.losses.get(key, (None, None))
+            if loss and form == self._form:
+                weights = {w and shares(self.chunk_sizes) for w in loss.weights}
+                return Composition(loss.parts, weights)
+            is_sum = key not in self.history.losses and self._is_multiple_of_sum(outputs)
+            return Composition(weights={None}) if is_sum else Composition(unclear=_NOT_SHOWN)
+        nodes = {one.node: (i, one) for own in self.counted for i, one in enumerate(own)}
+        are_counts = functools.partial(self._are_counts, key)
+        loss = composition_of(outputs, self.chunk_sizes, nodes, self._path_of, are_counts)
+        # Counts, and numbers that multiply sums, are most often others in the next call.
+        sums = [part for part in loss.parts if self.counted[0][part.place].kind == "sum"]
+        is_kept = loss.weights <= {shares(self.chunk_sizes), None}
+        is_kept &= all(abs(part.number) == 1 for part in sums)
+        self.history.losses[key] = (loss, self._form) if is_kept else (None, None)
+        return loss
 
-        Raises:
-            UnclearError: nothing is known of it.
+    def _are_counts(self, key: Any, divisors: Tensors, totals: Sequence[Any]) -> bool:
+        """Return whether divisors are totals. This waits until a call has shown it.
+
+        A count may have a small number added; of 0, it may have been replaced by 1.
         """
-        sizes, plans = self.chunk_sizes, self.history.plans
-        if torch.is_grad_enabled():
-            plans[key] = None  # unless it is known below
-            nodes = {one.node: one for found in self.counted for one in found}
-            terms = terms_of(outputs, sizes, self.dim, nodes, self._path_of)
-            weights, apart, reason = self._weights_of(terms, key)
-            # Other factors, and numbers that divide sums, are most often others in the next call.
-            is_kept = not any(term.factors or term.kind == "sum" for term, _ in apart)
-            # Sets compare hashes, so tensors among the weights are not read.
-            if is_kept and weights in {_shares(sizes), None}:
-                kept = [(self.counted[0].index(term.own[0]), term.number[0]) for term, _ in apart]
-                plans[key] = weights is None, kept, self._form
-            return weights, apart, reason
-        if key not in plans:
-            return self._weights_of([self._term_by_value(outputs)], key)
-        adds_up, kept, form = plans[key] or (False, [], None)
-        if form != self._form:
-            raise UnclearError("without gradients its counts, factors or arguments may differ")
-        apart = []
-        for i, number in kept:
-            own = [counted[i] for counted in self.counted]
-            apart.append((Term([number] * len(own), own=own), tuple(counts_of(own))))
-        return (None if adds_up else sizes), apart, ""
-
-    def _term_by_value(self, outputs: Tensors) -> Term:
-        """Return the multiple of a cross entropy that an output is. This waits for the device.
-
-        The loss of transformers is one, divided by ``num_items_in_batch``, and a Trainer may
-        evaluate before it trains.
-        """
-        for own in zip(*self.counted, strict=False):
-            pairs = [(float(o), float(one.value)) for o, one in zip(outputs, own, strict=True)]
-            # Both are 0 on a replica whose targets are all ignored.
-            factors = [output / (value or math.nan) for output, value in pairs if output or value]
-            counts = [float(one.count) for one, pair in zip(own, pairs, strict=True) if any(pair)]
-            are_counts = are_equal([*factors, *counts], 1e-6)
-            if any(factors) and are_equal(factors, 1e-6) and not are_counts:
-                return Term([factors[0]] * len(own), factors[:1], kind=own[0].kind, own=own)
-        raise UnclearError("no call with gradients has shown how it is computed")
-
-    def _weights_of(self, terms: Sequence[Term], key: Any) -> Plan:
-        """Return how a sum of terms is joined."""
-        found, reasons = list[tuple[Term, Weights]](), list[str]()
-        has_penalty = any(term.kind == "weights" for term in terms)
-        for i, term in enumerate(terms):
-            try:
-                weights = self._weights_of_term(term, (key, len(terms), i, self._form))
-                found += [] if term.kind == "weights" else [(term, weights)]
-            except UnclearError as error:
-                reasons.append(str(error))
-        apart = [own for own in found if own[0].own and own[0].kind == "mean" and own[1]]
-        together = {weights for term, weights in found if (term, weights) not in apart}
-        if reasons or len(together) > 1 or (has_penalty and None in together):
-            apart = [own for own in found if own[0].own]
-            together = {weights for term, weights in found if not term.own}
-        if len(together) > 1:
-            reasons.append("its means and sums have different weights")
-        if None in together and has_penalty:
-            reasons.append("a term independent of samples is added to a sum")
-        if reasons or not together:
-            return _shares(self.chunk_sizes), apart, "".join(reasons[:1])
-        return together.pop(), apart, ""
-
-    def _weights_of_term(self, term: Term, place: Any) -> Weights:
-        """Return the weights of a term: its counts if it is a mean, None if it is a sum.
-
-        A sum divided by its count is a mean, and a mean times its count is a sum. A count is that
-        of samples, of entries, of a mask or of a cross entropy. Other factors are the same on all
-        replicas: numbers, arguments of the call, or computed from parameters.
-
-        Raises:
-            UnclearError: a factor is something else.
-        """
-        if term.unclear:
-            raise UnclearError(term.unclear)
-        sizes, is_sum, number = self.chunk_sizes, term.kind == "sum", term.number
-        entries, own = term.counts or sizes, counts_of(term.own)
-        learned = [one for one in term.factors if one.tensors[0].requires_grad]
-        unknown = [one for one in term.factors if not one.path and one not in learned]
-        may_hide = learned or any(one.tensors[0].dim() for one in unknown)
-        if is_sum and max(sizes) == 1 and may_hide:
-            raise UnclearError("one sample does not show whether its number divides it")
-        self._check_weights(term, place)
-        for n in (sizes, entries) if is_sum and not unknown else ():
-            if self._is_divided(term, n):
-                return _shares(n)
-        constant = None if is_sum else tuple(own) or _shares(entries)
-        # In chunks of one size, a number or a learned factor may be the count, too.
-        is_known = not learned and (term.factors or _NO_COUNTS.issuperset(term.numbers))
-        may_count = is_sum and are_equal(sizes) and not (is_known or self._path_of(term.inverses()))
-        if not unknown and are_equal(number) and not may_count:
-            return constant
-        factors: Sequence[Any] = unknown[0].tensors if unknown else term.inverses()
-        is_one = len(unknown) == 1 and are_equal(number) and unknown[0].divides == is_sum
-        if term.kind == "weights" or not (is_one or (is_sum and not unknown)):
-            raise UnclearError("the replicas may multiply a term by different numbers")
-        masks = masks_of(term, self.dim) if is_sum else []
-        counts = [self._sum(mask) for mask in masks] or own or term.counts
-        if self._is_argument(factors, counts, term, place):
-            return constant
-        if not is_sum:
-            return None
-        ignore_if_empty(term.nodes, counts)
-        return _shares(term.counts) if counts is term.counts else tuple(counts)
-
-    def _is_divided(self, term: Term, counts: Sequence[int]) -> bool:
-        """Return whether a sum is divided by these counts, and maybe multiplied by a number.
-
-        Raises:
-            UnclearError: in chunks of one size, a number may be the count.
-        """
-        if not are_equal(term.number):
-            products = [abs(x * n) for x, n in zip(term.number, counts, strict=True) if n]
-            return bool(products) and are_equal(products)
-        if not are_equal(counts):
-            return False
-        numbers, count = [abs(x) for x in term.numbers if x != -0.5], counts[0]
-        found = [x for x in numbers if are_equal([x, count]) or are_equal([x * count, 1])]
-        if len(found) > 1 or any(x >= 0.5 for x in found):  # 1 / 2 is most often no mean
-            raise UnclearError("one of its factors may be the number of samples")
-        return bool(found)
-
-    def _is_argument(self, factors: Any, counts: Any, term: Term, place: Any) -> bool:
-        """Return True for factors that equal an argument of the call, and False for counts.
-
-        An argument is recognized by its value, as in ``n.clamp(min=1)``. This waits for the devices
-        until a call has shown which of both they are.
-
-        Raises:
-            UnclearError: they are neither.
-        """
-        known = self.history.are_arguments
-        if place in known:
-            return known[place]
-        pairs = [(float(x), float(n)) for x, n in zip(factors, counts, strict=True)]
-        # Those that differ may be multiplied, as by a number of classes. A count may have a small
-        # number added; of 0, it may have been replaced by 1.
-        x, most = max(pairs, key=operator.itemgetter(1))
-        by = most / (x or math.nan) if len({n for _, n in pairs if n}) > 1 and x > most else 1
+        if (key, "counts") in self.history.seen or not totals:
+            return bool(totals)
+        pairs = [(float(x), float(n)) for x, n in zip(divisors, totals, strict=True)]
         are_counts = all(
-            math.isclose(by * x, n, rel_tol=1e-6, abs_tol=2e-4) or (by * x <= 1 and not n)
-            for x, n in pairs
+            math.isclose(x, n, rel_tol=1e-6, abs_tol=1e-4) or (x <= 1 and not n) for x, n in pairs
         )
-        is_argument = not are_counts and bool(self._path_of([x for x, _ in pairs]))
-        if not (are_counts or is_argument) or (term.kind == "mean" and len({*pairs}) == 1):
-            raise UnclearError("one of its factors is neither an argument nor its count")
         # A count of all entries may be another number in the next call.
-        targets = term.counts or [one.num_targets for one in term.own]
-        if is_argument or any(0 < n != num for (_, n), num in zip(pairs, targets, strict=True)):
-            known[place] = is_argument
-        return is_argument
+        if are_counts and not follow([int(n) for _, n in pairs], self.chunk_sizes):
+            self.history.seen.add((key, "counts"))
+        return are_counts
 
-    def _check_weights(self, term: Term, place: Any) -> None:
-        """Check once that the weights of entries are not normalized by each device.
+    def _is_multiple_of_sum(self, outputs: Tensors) -> bool:
+        """Return whether values show a multiple of a summed cross entropy. This waits for them.
 
-        Masks of zeros and ones are no weights.
-
-        Raises:
-            UnclearError: their sum is 1, or in a mean their mean.
+        The loss of transformers is one, and a Trainer may evaluate before it trains.
         """
-        if (place, "weights") in self.history.seen or max(self.chunk_sizes) == 1:
-            return
-        masks = masks_of(term, self.dim)
-        num = [mask.numel() if term.kind == "mean" else 1 for mask in masks]
-        sums = [float(self._sum(mask)) / (n or 1) for mask, n in zip(masks, num, strict=True)]
-        if are_equal([1, *sums], 1e-5) and not all(bool((mask == 1).any()) for mask in masks):
-            raise UnclearError("its entries have weights that each device normalizes")
-        self.history.seen.add((place, "weights"))
-
-    def _sum(self, mask: Tensor) -> Tensor:
-        """Return the sum of a mask, the same tensor for each term that it masks."""
-        key = memory_of(mask), mask.shape
-        # With the mask, since another one may get the address of one that is freed.
-        return self._sums.setdefault(key, (mask, mask.sum()))[1]
+        sums = [own[0] for own in self.counted if [one.kind for one in own] == ["sum"]]
+        pairs = [(float(o), float(own.value)) for o, own in zip(outputs, sums, strict=False)]
+        factors = [output / value for output, value in pairs if value]
+        is_mean = are_equal([1, *(x * self.chunk_sizes[0] for x in factors)], 1e-6)
+        return len(sums) == len(outputs) and are_equal(factors, 1e-6) and not is_mean
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
-        """Return which argument divisors or factors are, as ``num_items_in_batch`` is, or ""."""
+        """Return which argument numbers or tensors are, as ``num_items_in_batch`` is, or ""."""
         for own in zip(*map(nested.leaves, self.arguments), strict=False):
             path: str = own[0][0]
             if all(map(_is_same, divisors, (leaf for _, leaf in own))):
@@ -358,9 +206,6 @@ class Call:
             return
         self.history.seen.add(key)
         for own in found:
-            weights = [one.weight.tolist() for one in own if one.weight is not None]
-            if any(weight != weights[0] for weight in weights):
-                self.warn(name, "the weights of its classes differ between the devices")
             targets = [one.target for one in own]
             if all(t is not None and sorted(t.tolist()) == [*range(len(t))] for t in targets):
                 self.warn(name, "its targets are the rows of a chunk, as if samples were compared")
@@ -394,16 +239,16 @@ class Call:
         """
         if self.scalar_outputs != "auto" or len(outputs) < 2:
             return outputs
-        leaves = [[(n, v) for n, v in nested.leaves(o) if has_means(v)] for o in outputs]
-        losses = [{n: v for n, v in own if self.is_number(v, n)} for own in leaves]
-        values = {
-            name: self.join([own[name].reshape(()) for own in losses], name, device).view_as(value)
-            for name, value in losses[0].items()
-            if all(name in own for own in losses)
-        }
+        leaves = [dict(nested.leaves(output)) for output in outputs]
+        values = dict[str, Tensor]()
+        for name, first in leaves[0].items():
+            own = [one for each in leaves if has_means(one := each.get(name))]
+            if len(own) == len(leaves) and all(self.is_number(one, name) for one in own):
+                value = self.join([one.reshape(()) for one in own], name, device)
+                values[name] = value.view_as(first)
         return [
             nested.replaced(output, {n: v.to(own[n].device, copy=True) for n, v in values.items()})
-            for output, own in zip(outputs, losses, strict=True)
+            for output, own in zip(outputs, leaves, strict=True)
         ]
 
     def look_for_mixing(self, outputs: Sequence[Any]) -> None:
@@ -438,16 +283,14 @@ def has_means(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _shares(counts: Sequence[int]) -> Weights:
-    """Return the weights of a mean over so many entries, the same if all have another width."""
-    divisor = math.gcd(*counts) or 1
-    return tuple(count // divisor for count in counts)
+def _weights_of(own: Sequence[Counted]) -> Sequence[Any] | None:
+    """Return the weights of a cross entropy on each replica; None if it is a sum."""
+    return [one.count for one in own] if own[0].kind == "mean" else None
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
-    """Return whether a number is an argument; two tensors are not read, as that would wait."""
-    if isinstance(divisor, Tensor):
-        is_one = isinstance(argument, Tensor) and argument.numel() == 1
+    """Return whether a divisor is an argument; a tensor is not read, as that would wait."""
+    if isinstance(argument, Tensor):
+        is_one = argument.numel() == 1 and isinstance(divisor, Tensor)
         return is_one and memory_of(divisor) == memory_of(argument)
-    is_number = isinstance(argument, Real) or (isinstance(argument, Tensor) and not argument.dim())
-    return is_number and math.isclose(abs(divisor), float(argument), rel_tol=1e-6)
+    return isinstance(argument, Real) and is_number(divisor) and float(divisor) == argument

@@ -22,12 +22,22 @@ ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 Tensors = Sequence[Tensor]
 """One for each replica."""
 
-Weights = Sequence[Any] | None
+
+Weights = tuple[Any, ...] | None
 """The weight of each replica in a mean, a number or a 0-dim tensor; None for sums, which add up."""
 
 
+def shares(counts: Sequence[int]) -> Weights:
+    """Return the weights of a mean over so many entries, the same if all have another width."""
+    divisor = math.gcd(*counts) or 1
+    return tuple(count // divisor for count in counts)
+
+
 def joined(
-    tensors: Tensors, weights: Weights, device: torch.device, if_empty: float = math.nan
+    tensors: Tensors,
+    weights: Sequence[Any] | None,
+    device: torch.device,
+    if_empty: float = math.nan,
 ) -> Tensor:
     """Return the sum or the weighted mean of 0-dim tensors, on ``device``.
 
@@ -43,11 +53,11 @@ def joined(
     means = torch.stack(moved(tensors, device))
     # torch.full, because other ways copy numbers from the host, and wait.
     numbers = (w if isinstance(w, Tensor) else torch.full((), w, device=device) for w in weights)
-    shares = torch.stack([number.to(device) for number in numbers]).double()
-    shares = shares.where(shares.sum() != 0, if_empty)
-    means = means.masked_fill(shares == 0, 0)
+    totals = torch.stack([number.to(device) for number in numbers]).double()
+    totals = totals.where(totals.sum() != 0, if_empty)
+    means = means.masked_fill(totals == 0, 0)
     dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
-    return torch.dot(means.to(dtype), (shares / shares.sum()).to(dtype)).to(means.dtype)
+    return torch.dot(means.to(dtype), (totals / totals.sum()).to(dtype)).to(means.dtype)
 
 
 def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
