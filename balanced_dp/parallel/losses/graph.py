@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ...free_threading import looking_at_nodes
 from .cross_entropy import REDUCTIONS, Counted, ignore_if_empty
-from .weights import Weights, shares
+from .weights import Weights
 
 Edges = Sequence[tuple[Any, int]]
 """For each replica, a node and the number of one of its outputs."""
@@ -54,22 +54,12 @@ class UnclearError(Exception):
     """It is not known how a loss depends on its samples; the message says why."""
 
 
-class Part(NamedTuple):
-    """A cross entropy in a loss, times a number and divided by arguments of the call."""
-
-    place: int
-    """How many cross entropies of the call came before it."""
-    number: float
-    divisors: tuple[str, ...]
-    """Dotted paths of the arguments."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Factors:
+class Factors:
     """What multiplies and divides a term of a loss.
 
     Attributes:
-        numbers: the product of Python's numbers on each replica.
+        numbers: the product of Python's numbers, on each replica.
         paths: the dotted paths of the arguments that divide it.
         divisors: another tensor that divides it, on each replica; empty if none does.
     """
@@ -79,35 +69,17 @@ class _Factors:
     divisors: Sequence[Tensor] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Reduction:
-    """A reduction over samples.
-
-    Attributes:
-        kind: ``"mean"``, ``"sum"``, or ``"scaled sum"`` of products or quotients.
-        weights: if it is a mean, the weight of each replica.
-        totals: returns, for each replica, what a divisor is if the result is a mean: the sum of the
-            mask that multiplies the entries, or the count of a cross entropy; empty if unknown.
-        place: if it is a cross entropy, how many of the call came before it.
-    """
-
-    kind: str
-    weights: Weights
-    totals: Callable[[], Sequence[Any]]
-    place: int | None = None
-
-
 @dataclass(slots=True)
 class Composition:
     """What a loss is the sum of.
 
     Attributes:
-        parts: its cross entropies.
+        parts: its cross entropies: how many of the call came before each, and its factors.
         weights: the weights of the rest, None if it adds up; empty if there is no rest.
         unclear: why the rest may be something else, or "".
     """
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[tuple[int, Factors]] = field(default_factory=list)
     weights: set[Weights] = field(default_factory=set)
     unclear: str = ""
 
@@ -130,9 +102,9 @@ def composition_of(
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no graph")
-    found, samples = Composition(), shares(sizes)
+    found, samples = Composition(), tuple(sizes)
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
-    stack = [(start, _Factors([1.0] * len(losses)))]
+    stack = [(start, Factors([1.0] * len(losses)))]
     with looking_at_nodes:
         for edges, factors in stack:
             nodes = [node for node, _ in edges]
@@ -142,14 +114,17 @@ def composition_of(
                 found.weights.add(samples)  # the same number on all, as a loss that was joined
                 continue
             try:
-                reduction = _reduction(nodes, sizes, counted)
-                if reduction is None:
+                own = [counted[node] for node in nodes if node in counted]
+                if len(own) < len(nodes) or len({place for place, _ in own}) > 1:
+                    own = []
+                kind = own[0][1].kind if own else _kind_of(nodes, sizes)
+                if not kind:
                     stack += _inputs(nodes, factors, path_of)
                     continue
-                weights = _weights_of(reduction, factors, sizes, are_counts)
-                if reduction.place is not None and weights == reduction.weights:
-                    part = Part(reduction.place, factors.numbers[0], factors.paths)
-                    found.parts.append(part)
+                totals = functools.partial(_totals_of, nodes, [one for _, one in own])
+                weights = _weights_of(kind, totals, factors, sizes, are_counts)
+                if own and weights == (samples if kind == "mean" else None):
+                    found.parts.append((own[0][0], factors))
                 else:
                     found.weights.add(weights)
             except UnclearError as error:
@@ -161,31 +136,26 @@ def composition_of(
     return found
 
 
-def _reduction(
-    nodes: Sequence[Any], sizes: Sequence[int], counted: Mapping[Any, tuple[int, Counted]]
-) -> _Reduction | None:
-    """Return the reduction over samples that an operator is, or None if it reduces nothing.
+def _kind_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
+    """Return which reduction over samples an operator is, or "" if it reduces nothing.
+
+    It is ``"mean"``, ``"sum"``, or ``"scaled sum"`` of products or quotients.
 
     Raises:
         UnclearError: it reduces something else.
     """
     if len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
         raise UnclearError("the replicas computed it differently, as by a branch")
-    own = [counted[node] for node in nodes if node in counted]
-    if len(own) == len(nodes) and len({place for place, _ in own}) == 1:
-        counts, (place, first) = tuple(one.count for _, one in own), own[0]
-        weights = counts if first.kind == "mean" else None
-        return _Reduction(first.kind, weights, lambda: counts, place)
     code = {"Mean": 1, "Sum": 2}.get(operator_name(nodes[0]), _saved(nodes[0], "reduction"))
     inputs = _inputs_with_graph(nodes)
     # A cross entropy that was not counted is over an unknown number of targets.
     if code not in REDUCTIONS or not inputs or hasattr(nodes[0], "_saved_ignore_index"):
-        return None
+        return ""
     shapes, size = list(starmap(shape_of, inputs[0])), max(sizes)
     entries = inputs[0][sizes.index(size)][0]
-    name, counts = operator_name(entries), tuple(map(math.prod, shapes))
+    name = operator_name(entries)
     behind = [shape_of(*edge) for edge in entries.next_functions if edge[0]]
-    are_samples = follow(counts, sizes)
+    are_samples = follow([*map(math.prod, shapes)], sizes)
     if len({*sizes}) == 1:  # a mean may be over all tokens
         are_samples &= any((n % size if code == 1 else n - size) == 0 for n in shapes[0])
         reduced = dims_of(entries) if name in ("Mean", "Sum") else ()
@@ -193,8 +163,7 @@ def _reduction(
     are_samples &= name not in ("Stack", "Cat", "Expand") or 1 not in map(math.prod, behind)
     if not are_samples:
         raise UnclearError("its number of entries does not follow that of samples")
-    kind = REDUCTIONS[code] if code == 1 or not _are_scaled(entries) else "scaled sum"
-    return _Reduction(kind, shares(counts), functools.partial(_sums_of_masks, inputs[0]))
+    return REDUCTIONS[code] if code == 1 or not _are_scaled(entries) else "scaled sum"
 
 
 def _are_scaled(entries: Any) -> bool:
@@ -209,20 +178,25 @@ def _are_scaled(entries: Any) -> bool:
     return False
 
 
-def _sums_of_masks(edges: Edges) -> list[Tensor]:
-    """Return the sum of the mask that multiplies entries on each replica; empty if none does."""
-    found = list[Tensor]()
-    for node, number in edges:
+def _totals_of(nodes: Sequence[Any], own: Sequence[Counted]) -> list[Any]:
+    """Return, on each replica, what a divisor of a sum is if the quotient is a mean.
+
+    It is the count of a cross entropy, or the sum of the mask that multiplies entries. The result
+    is empty if there is none.
+    """
+    found = [one.count for one in own]
+    for node, number in () if own else _inputs_with_graph(nodes)[0]:
         saved = [_saved(node, name) for name in ("other", "self")]
         masks = [one for one in saved if isinstance(one, Tensor) and not one.requires_grad]
         masks = [mask for mask in masks if mask.shape == tuple(shape_of(node, number))]
         found += [mask.sum() for mask in masks[:1] if operator_name(node) == "Mul"]
-    return found if len(found) == len(edges) else []
+    return found if len(found) == len(nodes) else []
 
 
 def _weights_of(
-    reduction: _Reduction,
-    factors: _Factors,
+    kind: str,
+    totals_of: Callable[[], Sequence[Any]],
+    factors: Factors,
     sizes: Sequence[int],
     are_counts: Callable[[Sequence[Tensor], Sequence[Any]], bool],
 ) -> Weights:
@@ -231,19 +205,19 @@ def _weights_of(
     Raises:
         UnclearError: other numbers multiply it on each replica, or one may be that of samples.
     """
-    kind, numbers, size = reduction.kind, factors.numbers, sizes[0]
+    numbers, size = factors.numbers, sizes[0]
     is_even, is_constant = len({*sizes}) == 1, are_equal(numbers)
     if factors.divisors:
-        totals = () if kind == "mean" else reduction.totals()
+        totals = () if kind == "mean" else totals_of()
         if is_constant and are_counts(factors.divisors, totals):
             return tuple(totals)
     elif kind == "mean":
         if is_constant:
-            return reduction.weights
+            return tuple(sizes)
     else:
         products = [x * n for x, n in zip(numbers, sizes, strict=True)]
         if are_equal(products) and (not is_even or (size > 2 and _is_one(products))):
-            return shares(sizes)
+            return tuple(sizes)
         # In chunks of one size, any other number may be that of samples.
         is_plain = not is_even or (_is_one(numbers) and (size > 1 or factors.paths != ()))
         if is_constant and is_plain and (kind == "sum" or factors.paths):
@@ -252,8 +226,8 @@ def _weights_of(
 
 
 def _inputs(
-    nodes: Sequence[Any], factors: _Factors, path_of: Callable[[Sequence[Any]], str]
-) -> list[tuple[Edges, _Factors]]:
+    nodes: Sequence[Any], factors: Factors, path_of: Callable[[Sequence[Any]], str]
+) -> list[tuple[Edges, Factors]]:
     """Return the inputs of an operator, with what multiplies and divides them.
 
     Raises:

@@ -30,7 +30,7 @@ from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, ignore_if_empty, memory_of
 from .graph import Composition, are_equal, composition_of, follow, how_samples_mix, is_number
-from .weights import ScalarOutputs, Tensors, joined, shares, weight_of_chunk
+from .weights import ScalarOutputs, Tensors, joined, weight_of_chunk
 
 _REMEDY = (
     "Return its parts to combine them outside, or rows (with squeeze(-1), not squeeze()), or give "
@@ -113,14 +113,14 @@ class Call:
         if loss.unclear:
             how = "It is averaged over samples" + ", except its cross entropies" * bool(loss.parts)
             self.warn(name, loss.unclear, f"{how}. {_REMEDY}")
-        found = [[counted[part.place] for counted in self.counted] for part in loss.parts]
+        found = [[counted[place] for counted in self.counted] for place, _ in loss.parts]
         self._check_counted(name, found)
         if len(found) == 1 and not loss.weights:  # nothing but a multiple of it
             return joined(outputs, _weights_of(found[0]), device)
         total = torch.zeros((), dtype=outputs[0].dtype, device=device)
-        for part, own in zip(loss.parts, found, strict=True):
-            values = [one.value * part.number for one in own]
-            for path in part.divisors:
+        for (_, factors), own in zip(loss.parts, found, strict=True):
+            values = [one.value * factors.numbers[0] for one in own]
+            for path in factors.paths:
                 by = [dict(nested.leaves(arguments))[path] for arguments in self.arguments]
                 values = [value / divisor for value, divisor in zip(values, by, strict=True)]
             outputs = [o - value.to(o.dtype) for o, value in zip(outputs, values, strict=True)]
@@ -142,7 +142,7 @@ class Call:
         if not torch.is_grad_enabled():
             loss, form = self.history.losses.get(key, (None, None))
             if loss and form == self._form:
-                weights = {w and shares(self.chunk_sizes) for w in loss.weights}
+                weights = {w and self.chunk_sizes for w in loss.weights}
                 return Composition(loss.parts, weights)
             is_sum = key not in self.history.losses and self._is_multiple_of_sum(outputs)
             return Composition(weights={None}) if is_sum else Composition(unclear=_NOT_SHOWN)
@@ -150,9 +150,9 @@ class Call:
         are_counts = functools.partial(self._are_counts, key)
         loss = composition_of(outputs, self.chunk_sizes, nodes, self._path_of, are_counts)
         # Counts, and numbers that multiply sums, are most often others in the next call.
-        sums = [part for part in loss.parts if self.counted[0][part.place].kind == "sum"]
-        is_kept = loss.weights <= {shares(self.chunk_sizes), None}
-        is_kept &= all(abs(part.number) == 1 for part in sums)
+        sums = [own for place, own in loss.parts if self.counted[0][place].kind == "sum"]
+        is_kept = loss.weights <= {self.chunk_sizes, None}
+        is_kept &= all(abs(factors.numbers[0]) == 1 for factors in sums)
         self.history.losses[key] = (loss, self._form) if is_kept else (None, None)
         return loss
 

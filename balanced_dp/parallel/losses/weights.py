@@ -27,12 +27,6 @@ Weights = tuple[Any, ...] | None
 """The weight of each replica in a mean, a number or a 0-dim tensor; None for sums, which add up."""
 
 
-def shares(counts: Sequence[int]) -> Weights:
-    """Return the weights of a mean over so many entries, the same if all have another width."""
-    divisor = math.gcd(*counts) or 1
-    return tuple(count // divisor for count in counts)
-
-
 def joined(
     tensors: Tensors,
     weights: Sequence[Any] | None,
