@@ -415,6 +415,59 @@ def test_a_loss_in_a_compiled_module_is_warned_of():
         model(X, y=IGNORED)
 
 
+class Right:
+    """What stands at the right of an operator, as linear operators do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return args[0].square()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o: torch.compile(lambda x, s: x / s * s, backend="aot_eager")(
+            o, o.abs().max().detach()
+        ).mean(),
+        lambda n, x, o: (o @ Right()).mean(),
+        lambda n, x, o: checkpoint(n.again[0], o, use_reentrant=True).square().mean(),
+    ],
+)
+def test_programs_that_traces_changed(loss):
+    """A compiled function, an operand with a protocol of its own, a module at two paths."""
+    torch._dynamo.reset()
+    model, bare = make(loss)
+    for net in (bare, model.module):
+        net.again = nn.ModuleList([nn.Linear(5, 5).double()])
+        net.again.append(net.again[0])
+    model.module.load_state_dict(bare.state_dict())
+    given = {"x": X}
+    assert all(step(model, bare, True, given)[0] for _ in range(2))
+
+
+def test_a_term_that_comes_later():
+    """Recorded steps of eight calls were repeated, without it."""
+
+    def loss(n: Net, x: Tensor, o: Tensor, step: int) -> Tensor:
+        aux = loss_cases.Halved.apply(o).square().sum() if step >= 2 else torch.zeros(()).to(o)
+        return functional.mse_loss(o, 2 * o) + aux
+
+    model, bare = make(loss)
+    found = [step(model, bare, True, {"x": X, "step": i}) for i in range(3)]
+    assert found[:2] == [(True, [])] * 2 and found[2][1]
+
+
+def test_an_interrupt_leaves_torch_as_it_was():
+    def loss(n: Net, x: Tensor, o: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    before = dict(vars(torch._C._nn))
+    with pytest.raises(KeyboardInterrupt):
+        make(loss)[0](X)
+    assert vars(torch._C._nn) == before
+
+
 def test_a_factor_that_changes_is_seen_at_once():
     def loss(n: Net, x: Tensor, o: Tensor, factor: int) -> Tensor:
         return o.mean() * (factor if len(x) > 1 else 1)
