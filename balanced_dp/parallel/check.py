@@ -88,15 +88,14 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         twin.module = copied = copy.deepcopy(module).eval()
         inputs, kwargs = _copied(inputs, kwargs)
         split = _results(copied, twin(*inputs, **kwargs))
-    reasons = [str(one.message) for one in told if one.category is BalanceWarning]
-    causes = [reason.partition(": ")[2].partition(". ")[0] for reason in reasons]
+    reasons = [str(one.message).partition("the whole batch: ")[2] for one in told]
+    causes = [reason.partition(". ")[0] for reason in reasons if reason]
     cause = "; ".join(causes) or "samples of a chunk are computed from each other"
     found = []
     for name, value in whole.items():
         size = _relative(split.get(name), value)
-        if size > 1e3 * torch.finfo(value.dtype).eps:
-            is_random = _relative(again.get(name), value) > 0
-            why = "random, in evaluation mode too" if is_random else cause
+        if size > min(0.05, 1e3 * torch.finfo(value.dtype).eps):
+            why = "random, in evaluation mode too" if _relative(again.get(name), value) else cause
             found.append(Difference(name, size, why))
     found.sort(key=lambda one: -one.relative)
     return CheckResult(twin.chunk_sizes or (), len(whole), tuple(found))

@@ -144,6 +144,14 @@ def test_check_leaves_everything_as_it_was():
     torch.testing.assert_close(x, X)
 
 
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_check_tells_of_differences_in_half_precision(dtype):
+    """Any were taken for rounding, and a warning of the split for their cause."""
+    model, _ = make(UNCLEAR["perplexity"], 3)
+    [found, *_] = model.to(dtype).check(X[:4].to(dtype) * 3, y=Y[:4]).differences
+    assert found.cause == "it uses Exp, not only means over samples"
+
+
 def test_check_compares_outputs_of_all_kinds():
     """Those without a gradient or entries, 0 and NaN equal themselves; what is drawn does not."""
 
@@ -189,7 +197,7 @@ def test_chunks_of_one_size(name, size):
     if name in EXACT:
         # 2 may be no count, and in a - 0.5 * b, it is 0.5.
         few = size == 8 and name in ("sum by length", "rows by a tensor, by length")
-        has_number = name in ("variational", "minus half a sum")
+        has_number = name in ("variational", "minus half a sum", "sum by a number")
         assert bool(told) == (few or has_number)
         assert is_exact or has_number
     assert is_exact or told or any(kind in name for kind in SILENT)
@@ -446,6 +454,22 @@ def test_programs_that_traces_changed(loss):
     assert all(step(model, bare, True, given)[0] for _ in range(2))
 
 
+@pytest.mark.parametrize(("gpu0_bsz", "size"), [(None, 4), (None, 12), (1, 13)])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o, flag, k: rows(o).sum() / len(x),
+        lambda n, x, o, flag, k: rows(o).mean() + n.scale / len(x),
+        lambda n, x, o, flag, k: rows(o).mean() + n.scale * (len(x) + 1),
+    ],
+)
+def test_arguments_and_parameters_that_equal_a_number(loss, gpu0_bsz, size):
+    """They were taken for what divides a sum, and for the same on all devices."""
+    model, bare = make(loss, gpu0_bsz)
+    is_exact, told = step(model, bare, True, {"x": X[:size], "flag": True, "k": size // 4})
+    assert is_exact or told or (gpu0_bsz is None and "scale" in loss.__code__.co_names)
+
+
 def test_a_term_that_comes_later():
     """Recorded steps of eight calls were repeated, without it."""
 
@@ -581,7 +605,7 @@ def test_evaluation_with_other_arguments_or_a_metric(gpu0_bsz, size, has_metric)
         return (losses * 1) / (len(x) if num_items is None else num_items)
 
     model, bare = make(loss, gpu0_bsz)
-    num_items = torch.tensor(40) if gpu0_bsz is None else 40
+    num_items = torch.tensor(40)
     given = {"x": X[:size], "y": Y[:size], "num_items": num_items}
     assert step(model, bare, True, given) == (True, [])
     given["num_items"] = num_items if has_metric else None

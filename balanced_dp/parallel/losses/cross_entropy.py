@@ -1,8 +1,9 @@
 """Count the targets of cross entropies where torch computes them.
 
 While replicas run, two functions of torch are replaced by ones that also count. They return torch's
-own tensors. Autograd saves the count, too (``_saved_total_weight``), but not without gradients or
-with smoothed labels.
+own tensors, but 0 for a mean over no targets, which is NaN. It is NaN again in the joined loss if
+no replica has any. Autograd saves the count, too (``_saved_total_weight``), but not without
+gradients or with smoothed labels.
 """
 
 from __future__ import annotations

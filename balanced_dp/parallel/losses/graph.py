@@ -8,8 +8,8 @@ entropies.
                    neg  <-  cross entropy
 
 On the way, terms may only be added up and multiplied by numbers. Those of Python are read on the
-host, so no call waits for a device, and nobody's code runs again. A tensor may divide a sum if it
-is an argument of the call, or the sum of the mask that multiplies the entries. The graphs of the
+host, without waiting for a device. A tensor may divide a sum if it is an argument of the call, or
+the sum of the mask that multiplies the entries. Nobody's code runs again. The graphs of the
 replicas are followed side by side: they differ only in the number of samples.
 
 Beyond the reductions, ``how_samples_mix`` looks for operators that compute samples of a chunk from
@@ -19,7 +19,6 @@ each other.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import operator
 import re
@@ -75,7 +74,7 @@ class Composition:
 
     Attributes:
         parts: its cross entropies: how many of the call came before each, and its factors.
-        weights: the weights of the rest, None if it adds up; empty if there is no rest.
+        weights: at most one item: the weights of the rest, or None if the rest adds up.
         unclear: why the rest may be something else, or "".
     """
 
@@ -86,23 +85,23 @@ class Composition:
 
 def composition_of(
     losses: Sequence[Tensor],
-    sizes: Sequence[int],
-    counted: Mapping[Any, tuple[int, Counted]],
+    sizes: tuple[int, ...],
+    counted: Mapping[Any, tuple[int, Sequence[Counted]]],
     path_of: Callable[[Sequence[Any]], str],
     are_counts: Callable[[Sequence[Tensor], Sequence[Any]], bool],
 ) -> Composition:
-    """Return what a loss is the sum of, without numbers that have no graph.
+    """Return what a loss is the sum of. Terms without a graph are left out.
 
     Args:
         losses: the loss of each replica.
         sizes: their chunk sizes.
-        counted: each cross entropy, and how many of the call came before it, by its node.
+        counted: each cross entropy, and how many of the call came before it, by its nodes.
         path_of: returns the dotted path of the argument of the call that tensors are, or "".
-        are_counts: returns whether divisors are these totals.
+        are_counts: returns whether divisors equal totals, one of each for a replica.
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no graph")
-    found, samples = Composition(), tuple(sizes)
+    found = Composition()
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
     stack = [(start, Factors([1.0] * len(losses)))]
     with looking_at_nodes:
@@ -110,21 +109,20 @@ def composition_of(
             nodes = [node for node, _ in edges]
             if not any(factors.numbers) or not any(nodes):
                 continue  # multiplied by 0, as parameters that must have a gradient; or a number
-            if all(edge == edges[0] for edge in edges):
-                found.weights.add(samples)  # the same number on all, as a loss that was joined
+            is_plain = are_equal(factors.numbers) and not factors.divisors
+            if is_plain and all(edge == edges[0] for edge in edges):
+                found.weights.add(sizes)  # the same number on all, as a loss that was joined
                 continue
             try:
-                own = [counted[node] for node in nodes if node in counted]
-                if len(own) < len(nodes) or len({place for place, _ in own}) > 1:
-                    own = []
-                kind = own[0][1].kind if own else _kind_of(nodes, sizes)
+                place, own = counted.get(tuple(nodes), (0, ()))
+                kind = own[0].kind if own else _kind_of(nodes, sizes)
                 if not kind:
                     stack += _inputs(nodes, factors, path_of)
                     continue
-                totals = functools.partial(_totals_of, nodes, [one for _, one in own])
+                totals = _totals_of(nodes, own) if factors.divisors else []
                 weights = _weights_of(kind, totals, factors, sizes, are_counts)
-                if own and weights == (samples if kind == "mean" else None):
-                    found.parts.append((own[0][0], factors))
+                if own and weights == (sizes if kind == "mean" else None):
+                    found.parts.append((place, factors))
                 else:
                     found.weights.add(weights)
             except UnclearError as error:
@@ -132,7 +130,7 @@ def composition_of(
     if len(found.weights) > 1:
         found.unclear = found.unclear or "its means and sums have different weights"
     if found.unclear:
-        found.weights = {samples}
+        found.weights = {sizes}
     return found
 
 
@@ -188,16 +186,16 @@ def _totals_of(nodes: Sequence[Any], own: Sequence[Counted]) -> list[Any]:
     for node, number in () if own else _inputs_with_graph(nodes)[0]:
         saved = [_saved(node, name) for name in ("other", "self")]
         masks = [one for one in saved if isinstance(one, Tensor) and not one.requires_grad]
-        masks = [mask for mask in masks if mask.shape == tuple(shape_of(node, number))]
+        masks = [mask for mask in masks if mask.shape == shape_of(node, number)]
         found += [mask.sum() for mask in masks[:1] if operator_name(node) == "Mul"]
     return found if len(found) == len(nodes) else []
 
 
 def _weights_of(
     kind: str,
-    totals_of: Callable[[], Sequence[Any]],
+    totals: Sequence[Any],
     factors: Factors,
-    sizes: Sequence[int],
+    sizes: tuple[int, ...],
     are_counts: Callable[[Sequence[Tensor], Sequence[Any]], bool],
 ) -> Weights:
     """Return the weights of a term, or None if it adds up.
@@ -208,16 +206,15 @@ def _weights_of(
     numbers, size = factors.numbers, sizes[0]
     is_even, is_constant = len({*sizes}) == 1, are_equal(numbers)
     if factors.divisors:
-        totals = () if kind == "mean" else totals_of()
-        if is_constant and are_counts(factors.divisors, totals):
+        if is_constant and kind != "mean" and are_counts(factors.divisors, totals):
             return tuple(totals)
     elif kind == "mean":
         if is_constant:
-            return tuple(sizes)
+            return sizes
     else:
         products = [x * n for x, n in zip(numbers, sizes, strict=True)]
         if are_equal(products) and (not is_even or (size > 2 and _is_one(products))):
-            return tuple(sizes)
+            return sizes
         # In chunks of one size, any other number may be that of samples.
         is_plain = not is_even or (_is_one(numbers) and (size > 1 or factors.paths != ()))
         if is_constant and is_plain and (kind == "sum" or factors.paths):
@@ -254,7 +251,7 @@ def _multipliers(node: Any, name: str) -> Sequence[float]:
     """Return the number by which an operator multiplies each input; empty if it does not."""
     alpha = getattr(node, "_saved_alpha", 1)
     signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
-    if name in ("Mul", "Div") and is_number(other := _saved(node, "other")):
+    if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
         return [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
     return signs.get(name, (1,) if _KEEPS.fullmatch(name) else ())
 
@@ -275,14 +272,13 @@ def _saved(node: Any, name: str) -> Any:
     return None
 
 
-def _is_data(saved: object) -> bool:
+def _is_data(saved: Any) -> bool:
     """Return whether autograd saved a tensor with one entry that has no graph."""
-    if not isinstance(saved, Tensor) or saved.numel() != 1 or is_number(saved):
-        return False
-    return not (saved.requires_grad or saved.is_complex())
+    is_one = isinstance(saved, Tensor) and saved.numel() == 1 and not _is_number(saved)
+    return is_one and not (saved.requires_grad or saved.is_complex())
 
 
-def is_number(saved: object) -> bool:
+def _is_number(saved: object) -> bool:
     """Return whether autograd saved one of Python's numbers, maybe as a tensor.
 
     Such a tensor has no say in the type of a result, and never the smallest type itself.
@@ -316,8 +312,7 @@ def shape_of(node: Any, number: int = 0) -> Sequence[int]:
     metadata = node._input_metadata[number]
     if metadata.is_nested_tensor:
         raise UnclearError("it uses a jagged tensor")
-    shape: Sequence[int] = metadata.shape
-    return shape
+    return tuple(metadata.shape)
 
 
 def operator_name(node: Any) -> str:

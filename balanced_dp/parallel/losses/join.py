@@ -9,7 +9,8 @@ The m_i are what is left of the l_i without the c_ik, whose values are known. Th
 which add up, as cross entropies may, or masked means: then n_i is the sum of the mask. Whatever
 else is in a loss is averaged by samples, with one warning.
 
-Without gradients, an output is joined as in the last call with gradients, or averaged.
+Without gradients, a cross entropy is joined by its counts, and another output as in the last call
+with gradients. Before the first, a multiple of a summed cross entropy adds up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
@@ -29,7 +29,7 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, ignore_if_empty, memory_of
-from .graph import Composition, are_equal, composition_of, follow, how_samples_mix, is_number
+from .graph import Composition, are_equal, composition_of, follow, how_samples_mix
 from .weights import ScalarOutputs, Tensors, joined, weight_of_chunk
 
 _REMEDY = (
@@ -105,18 +105,19 @@ class Call:
             return joined(outputs, given, device)
         if not self.counted or is_symbolic(outputs[0].device):
             return joined(outputs, sizes, device)
-        for own in map(list, zip(*self.counted, strict=False)):  # if it is a cross entropy itself
+        rows = list(zip(*self.counted, strict=False))
+        for own in rows:  # if it is a cross entropy itself
             if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
                 self._check_counted(name, [own])
-                return joined(outputs, _weights_of(own), device)
+                return joined(outputs, _counts_of(own), device)
         loss = self._composition_of(outputs, key)
         if loss.unclear:
             how = "It is averaged over samples" + ", except its cross entropies" * bool(loss.parts)
             self.warn(name, loss.unclear, f"{how}. {_REMEDY}")
-        found = [[counted[place] for counted in self.counted] for place, _ in loss.parts]
+        found = [rows[place] for place, _ in loss.parts]
         self._check_counted(name, found)
         if len(found) == 1 and not loss.weights:  # nothing but a multiple of it
-            return joined(outputs, _weights_of(found[0]), device)
+            return joined(outputs, _counts_of(found[0]), device)
         total = torch.zeros((), dtype=outputs[0].dtype, device=device)
         for (_, factors), own in zip(loss.parts, found, strict=True):
             values = [one.value * factors.numbers[0] for one in own]
@@ -124,7 +125,7 @@ class Call:
                 by = [dict(nested.leaves(arguments))[path] for arguments in self.arguments]
                 values = [value / divisor for value, divisor in zip(values, by, strict=True)]
             outputs = [o - value.to(o.dtype) for o, value in zip(outputs, values, strict=True)]
-            total = total + joined(values, _weights_of(own), device)
+            total = total + joined(values, _counts_of(own), device)
         # If nothing counts, a mean may still be 0 / 1.
         weights = next(iter(loss.weights), sizes)
         return total + joined(outputs, weights, device, if_empty=1)
@@ -144,9 +145,10 @@ class Call:
             if loss and form == self._form:
                 weights = {w and self.chunk_sizes for w in loss.weights}
                 return Composition(loss.parts, weights)
-            is_sum = key not in self.history.losses and self._is_multiple_of_sum(outputs)
+            is_sum = self._is_multiple_of_sum(outputs)
             return Composition(weights={None}) if is_sum else Composition(unclear=_NOT_SHOWN)
-        nodes = {one.node: (i, one) for own in self.counted for i, one in enumerate(own)}
+        rows = enumerate(zip(*self.counted, strict=False))
+        nodes = {tuple(one.node for one in own): (place, own) for place, own in rows}
         are_counts = functools.partial(self._are_counts, key)
         loss = composition_of(outputs, self.chunk_sizes, nodes, self._path_of, are_counts)
         # Counts, and numbers that multiply sums, are most often others in the next call.
@@ -184,12 +186,10 @@ class Call:
         return len(sums) == len(outputs) and are_equal(factors, 1e-6) and not is_mean
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
-        """Return which argument numbers or tensors are, as ``num_items_in_batch`` is, or ""."""
-        for own in zip(*map(nested.leaves, self.arguments), strict=False):
-            path: str = own[0][0]
-            if all(map(_is_same, divisors, (leaf for _, leaf in own))):
-                return path
-        return ""
+        """Return which argument tensors are, as ``num_items_in_batch`` is, or ""."""
+        rows = zip(*map(nested.leaves, self.arguments), strict=False)
+        same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
+        return next(same, "")
 
     @property
     def _form(self) -> Any:
@@ -200,7 +200,7 @@ class Call:
         return names, frozenset(map(len, self.counted))
 
     def _check_counted(self, name: str, found: Sequence[Sequence[Counted]]) -> None:
-        """Warn if cross entropies are not over samples one by one. This waits in the first call."""
+        """Warn if targets are the numbers of the rows. This waits in the first call."""
         key = self._code, name, len(found)
         if key in self.history.seen:
             return
@@ -283,14 +283,12 @@ def has_means(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _weights_of(own: Sequence[Counted]) -> Sequence[Any] | None:
-    """Return the weights of a cross entropy on each replica; None if it is a sum."""
+def _counts_of(own: Sequence[Counted]) -> Sequence[Any] | None:
+    """Return the counts of a cross entropy that is a mean; None if it is a sum."""
     return [one.count for one in own] if own[0].kind == "mean" else None
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
-    """Return whether a divisor is an argument; a tensor is not read, as that would wait."""
-    if isinstance(argument, Tensor):
-        is_one = argument.numel() == 1 and isinstance(divisor, Tensor)
-        return is_one and memory_of(divisor) == memory_of(argument)
-    return isinstance(argument, Real) and is_number(divisor) and float(divisor) == argument
+    """Return whether tensors with one entry share memory; they are not read, as that would wait."""
+    are_tensors = isinstance(divisor, Tensor) and isinstance(argument, Tensor)
+    return are_tensors and argument.numel() == 1 and memory_of(divisor) == memory_of(argument)
