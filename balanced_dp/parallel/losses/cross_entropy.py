@@ -157,7 +157,7 @@ def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
     """Replace gradients that are 0 / 0, of means and sums on replicas whose weight is 0, by 0."""
     for node, weight in zip(nodes, weights, strict=False):
         if node and isinstance(weight, Tensor):
-            node.register_hook(functools.partial(_zero_if_empty, weight == 0))
+            node.register_hook(functools.partial(_zero_if_empty, (weight == 0).view(())))
 
 
 def _zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:

@@ -137,7 +137,7 @@ def composition_of(
 def _kind_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     """Return which reduction over samples an operator is, or "" if it reduces nothing.
 
-    It is ``"mean"``, ``"sum"``, or ``"scaled sum"`` of products or quotients.
+    It is ``"mean"``, ``"sum"``, ``"scaled sum"`` of products, or ``"divided sum"`` of quotients.
 
     Raises:
         UnclearError: it reduces something else.
@@ -161,19 +161,19 @@ def _kind_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     are_samples &= name not in ("Stack", "Cat", "Expand") or 1 not in map(math.prod, behind)
     if not are_samples:
         raise UnclearError("its number of entries does not follow that of samples")
-    return REDUCTIONS[code] if code == 1 or not _are_scaled(entries) else "scaled sum"
+    return "mean" if code == 1 else _kind_of_sum(entries)
 
 
-def _are_scaled(entries: Any) -> bool:
-    """Return whether entries are products or quotients, or sums of these."""
+def _kind_of_sum(entries: Any) -> str:
+    """Return whether entries that are added up are products or quotients, or sums of these."""
     found = [entries]
     for node in found:
         name = operator_name(node)
         if name in ("Mul", "Div"):
-            return True
+            return "scaled sum" if name == "Mul" else "divided sum"
         if name in ("Add", "Sub", "Rsub", "Neg", "Sum") or _KEEPS.fullmatch(name):
             found += [own for own, _ in node.next_functions if own and own not in found]
-    return False
+    return "sum"
 
 
 def _totals_of(nodes: Sequence[Any], own: Sequence[Counted]) -> list[Any]:
@@ -217,7 +217,7 @@ def _weights_of(
             return sizes
         # In chunks of one size, any other number may be that of samples.
         is_plain = not is_even or (_is_one(numbers) and (size > 1 or factors.paths != ()))
-        if is_constant and is_plain and (kind == "sum" or factors.paths):
+        if is_constant and is_plain and (kind == "sum" or (kind == "scaled sum" and factors.paths)):
             return None
     raise UnclearError(f"a {kind} in it may be divided by another number")
 

@@ -29,7 +29,7 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, ignore_if_empty, memory_of
-from .graph import Composition, are_equal, composition_of, follow, how_samples_mix
+from .graph import Composition, Factors, are_equal, composition_of, follow, how_samples_mix
 from .weights import ScalarOutputs, Tensors, joined, weight_of_chunk
 
 _REMEDY = (
@@ -145,8 +145,7 @@ class Call:
             if loss and form == self._form:
                 weights = {w and self.chunk_sizes for w in loss.weights}
                 return Composition(loss.parts, weights)
-            is_sum = self._is_multiple_of_sum(outputs)
-            return Composition(weights={None}) if is_sum else Composition(unclear=_NOT_SHOWN)
+            return self._multiple_of(outputs)
         rows = enumerate(zip(*self.counted, strict=False))
         nodes = {tuple(one.node for one in own): (place, own) for place, own in rows}
         are_counts = functools.partial(self._are_counts, key)
@@ -167,23 +166,30 @@ class Call:
             return bool(totals)
         pairs = [(float(x), float(n)) for x, n in zip(divisors, totals, strict=True)]
         are_counts = all(
-            math.isclose(x, n, rel_tol=1e-6, abs_tol=1e-4) or (x <= 1 and not n) for x, n in pairs
+            math.isclose(x, n, rel_tol=1e-6, abs_tol=1e-4 * (n >= 1)) or (x <= 1 and not n)
+            for x, n in pairs
         )
         # A count of all entries may be another number in the next call.
         if are_counts and not follow([int(n) for _, n in pairs], self.chunk_sizes):
             self.history.seen.add((key, "counts"))
         return are_counts
 
-    def _is_multiple_of_sum(self, outputs: Tensors) -> bool:
-        """Return whether values show a multiple of a summed cross entropy. This waits for them.
+    def _multiple_of(self, outputs: Tensors) -> Composition:
+        """Return the cross entropy of which values are a multiple. This waits for them.
 
-        The loss of transformers is one, and a Trainer may evaluate before it trains.
+        The loss of transformers is one, and a Trainer may evaluate before it trains. In inference
+        mode, only its value tells that an output is a cross entropy.
         """
-        sums = [own[0] for own in self.counted if [one.kind for one in own] == ["sum"]]
-        pairs = [(float(o), float(own.value)) for o, own in zip(outputs, sums, strict=False)]
-        factors = [output / value for output, value in pairs if value]
-        is_mean = are_equal([1, *(x * self.chunk_sizes[0] for x in factors)], 1e-6)
-        return len(sums) == len(outputs) and are_equal(factors, 1e-6) and not is_mean
+        for place, own in enumerate(zip(*self.counted, strict=False)):
+            pairs = [(float(o), float(one.value)) for o, one in zip(outputs, own, strict=True)]
+            factors = [output / value for output, value in pairs if value]
+            # In chunks of one size, a number may be that of samples.
+            is_mean = own[0].kind == "sum" and are_equal(
+                [1, *(x * self.chunk_sizes[0] for x in factors)], 1e-6
+            )
+            if factors and are_equal(factors, 1e-6) and not is_mean:
+                return Composition([(place, Factors(factors[:1]))])
+        return Composition(unclear=_NOT_SHOWN)
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
         """Return which argument tensors are, as ``num_items_in_batch`` is, or ""."""
@@ -194,9 +200,8 @@ class Call:
     @property
     def _form(self) -> Any:
         """Which arguments the call has, and how many cross entropies."""
-        args, kwargs = self.arguments[0]
-        given = [*enumerate(args), *kwargs.items()]
-        names = frozenset(name for name, value in given if value is not None)
+        leaves = nested.leaves(self.arguments[0])
+        names = frozenset(path for path, value in leaves if value is not None)
         return names, frozenset(map(len, self.counted))
 
     def _check_counted(self, name: str, found: Sequence[Sequence[Counted]]) -> None:
