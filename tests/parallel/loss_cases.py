@@ -179,19 +179,15 @@ PENALTIES: dict[str, Callable[[Net], Any]] = {
 }
 """What is added to a mean."""
 
-COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
+DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
     "a count": lambda m: m.sum(),
     "a clamped count": lambda m: m.sum().clamp(min=1),
     "a count plus 1e-12": lambda m: m.sum() + 1e-12,
-}
-"""By what a masked sum is divided."""
-
-OTHER_DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
     "a count plus the number of samples": lambda m: m.sum() + len(m),
     "the clamped largest entry": lambda m: m.max().clamp(min=1),
     "a mean": lambda m: m.mean() + 1e-4,
 }
-"""By what else it is divided."""
+"""By what a masked sum is divided."""
 
 EXACT: dict[str, Callable[..., Any]] = {
     # Means over entries.
@@ -232,23 +228,14 @@ EXACT: dict[str, Callable[..., Any]] = {
     "rows by a tensor, by length": lambda n, x, o, items: (rows(o) / items).sum() / len(x),
     "entries by a buffer": lambda n, x, o: (rows(o) / n.temperature).mean(),
     "minus half a sum": lambda n, x, o: -0.5 * o.square().sum(),
-    **{
-        f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
-        for name, count in COUNTS.items()
-    },
-    "masked": lambda n, x, o, mask: masked_mean(rows(o), mask),
-    "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
-    "half a masked mean": lambda n, x, o, holes: (
-        masked_mean(rows(o), holes) / 2 + rows(o).new_ones(())
-    ),
-    "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
-        summed(o, ignored_chunk) / (ignored_chunk != -100).sum()
-    ),
     "masked, by an argument": lambda n, x, o, mask, items: (rows(o) * mask).sum() / items,
     # Others.
     "mean in a checkpoint": lambda n, x, o, real: checkpoint(
         lambda o: 2 * F.mse_loss(o, real), o, use_reentrant=False, preserve_rng_state=False
     ),
+    "samples in a stack": lambda n, x, o, real: torch.stack(
+        [F.mse_loss(*pair) for pair in zip(o, real, strict=True)]
+    ).mean(),
     "moved": lambda n, x, o, real: F.mse_loss(o, real).cpu().to(o.device) * 2,
     "gradient penalty": lambda n, x, o: (
         gradient(n, x).square().sum(1).sqrt().sub(1).square().mean()
@@ -268,8 +255,15 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     },
     **{
         f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
-        for name, count in OTHER_DIVISORS.items()
+        for name, count in DIVISORS.items()
     },
+    "masked": lambda n, x, o, mask: masked_mean(rows(o), mask),
+    "half a masked mean": lambda n, x, o, holes: (
+        masked_mean(rows(o), holes) / 2 + rows(o).new_ones(())
+    ),
+    "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
+        summed(o, ignored_chunk) / (ignored_chunk != -100).sum()
+    ),
     # Once silently wrong, or an error; some are exact.
     "a tensor that is no count": lambda n, x, o: rows(o).sum() / torch.tensor(13.0),
     "sum by an entry": lambda n, x, o, weight: rows(o).sum() / weight[0],

@@ -112,7 +112,7 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
     [
         ("perplexity", "it uses Exp, not only means over samples"),
         ("hits", "it has no graph. It is averaged over samples. Return its parts .* or rows"),
-        ("sum by a mean", "a scaled sum in it may be divided by another number"),
+        ("sum by a mean", "it uses Div, not only means over samples"),
         ("selected", "its number of entries does not follow that of samples"),
         ("sum and mean", "its means and sums have different weights"),
         ("normalized weights", "a scaled sum in it may be divided by another number"),
@@ -208,8 +208,9 @@ def test_chunks_of_one_size(name, size):
     model, bare = make(loss, None)
     is_exact, told = step(model, bare, True, given_to(loss, size))
     if name in EXACT:
-        # 2 may be no count, and in a - 0.5 * b, it is 0.5.
+        # 2 may be no count, and in a - 0.5 * b, it is 0.5. What is stacked may be no samples.
         few = size == 8 and name in ("sum by length", "rows by a tensor, by length")
+        few |= name == "samples in a stack"
         has_number = name in ("variational", "minus half a sum", "sum by a number")
         assert bool(told) == (few or has_number)
         assert is_exact or has_number
@@ -227,7 +228,7 @@ CROSS_ENTROPIES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:.*its targets are the rows")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
 @given(
     st.lists(st.sampled_from([-100, 0, 1, 2]), min_size=1, max_size=12),
     st.sampled_from(sorted(CROSS_ENTROPIES)),
@@ -279,7 +280,6 @@ class Labelled(nn.Module):
         "labels",
         lambda x, labels: (labels != -100).sum(),
         lambda labels: np.int64((labels != -100).sum().item()),
-        lambda labels, **others: (labels != -100).sum() * len(others),
     ],
 )
 def test_loss_weight_gets_the_arguments_that_it_names(loss_weight):
@@ -304,8 +304,8 @@ def test_a_dictionary_of_weights_leaves_other_outputs_as_they_are():
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
-        (EXACT["masked"], {"loss_weight": lambda mask: mask.sum()}),
-        (EXACT["sum by a count"], {"loss_weight": lambda holes: holes.sum()}),
+        (UNCLEAR["masked"], {"loss_weight": lambda mask: mask.sum()}),
+        (UNCLEAR["sum by a count"], {"loss_weight": lambda holes: holes.sum()}),
         (UNCLEAR["selected"], {"loss_weight": lambda holes: holes.sum()}),
         (UNCLEAR["scaled entries"], {"scalar_outputs": "sum"}),
     ],
@@ -376,13 +376,13 @@ def test_a_masked_mean_in_a_checkpoint_is_not_computed_again():
     """Each number that was read from the graph ran it once more."""
     calls: list[int] = []
 
-    def masked(o: Tensor, weight: Tensor) -> Tensor:
+    def masked(o: Tensor, mask: Tensor) -> Tensor:
         calls.append(len(o))
-        return (rows(o) * weight).sum() / weight.sum()
+        return loss_cases.masked_mean(rows(o), mask)
 
-    model, _ = make(lambda n, x, o, weight: checkpoint(masked, o, weight, use_reentrant=False))
+    model, _ = make(lambda n, x, o, mask: checkpoint(masked, o, mask, use_reentrant=False))
     with pytest.warns(BalanceWarning, match="it uses Div"):
-        model(**given_to(EXACT["weighted"]))
+        model(**given_to(UNCLEAR["masked"]))
     assert sorted(calls) == sorted(model.chunk_sizes)
 
 
@@ -489,15 +489,6 @@ def test_a_parameter_times_another_number_on_each_device(loss):
     assert not is_exact and told
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_divisor_of_any_shape(shape):
-    """A hook changed the shape of a gradient."""
-    model, bare = make(lambda n, x, o, mask: (rows(o) * mask).sum() / mask.sum().reshape(shape))
-    assert step(model, bare, True, given_to(EXACT["masked"])) == (True, [])
-    model, bare = make(lambda n, x, o: rows(o).mean() / n.temperature.reshape(shape))
-    assert step(model, bare, True, {"x": X})[0]
-
-
 def test_an_argument_in_a_container_may_be_left_out():
     """Evaluation looked for it, or was silently that of training."""
 
@@ -573,31 +564,6 @@ def test_a_first_batch_in_which_everything_counts(name, gpu0_bsz):
     assert is_exact or told
 
 
-def test_a_count_of_all_entries_is_not_taken_for_good():
-    """A mask of ones, or no target to ignore, passed any number of entries for its count."""
-    ones = {"x": X, "w": torch.ones(len(X)), "y": Y}
-    some = {"x": X, "w": torch.rand(len(X)), "y": Y.where(X[:, 0] > 0, -100)}
-    for loss in (
-        lambda n, x, o, w, y: (rows(o) * w).sum() / torch.ones_like(w).sum(),
-        lambda n, x, o, w, y: loss_cases.summed(o, y) / torch.tensor(len(y)),
-    ):
-        model, bare = make(loss)
-        assert [step(model, bare, True, ones) for _ in range(2)] == [(True, [])] * 2
-        assert "divided by another number" in step(model, bare, True, some)[1][0]
-
-
-@pytest.mark.parametrize(("gpu0_bsz", "size", "least"), [(1, 13, 1), (1, 3, 0), (None, 12, 1)])
-def test_a_first_batch_in_which_nothing_counts(gpu0_bsz, size, least):
-    """Beside a loss of 0 / 0, gradients were 0."""
-
-    def loss(n: Net, x: Tensor, o: Tensor, m: Tensor) -> Tensor:
-        return (o.mean(1) * (m > 0)).sum() / (m > 0).sum().clamp(min=least)
-
-    model, bare = make(loss, gpu0_bsz)
-    for m in (torch.zeros(size), torch.arange(size) % 2):
-        assert step(model, bare, True, {"x": X[:size], "m": m}) == (True, [])
-
-
 def test_one_sample_does_not_show_what_divides_a_sum():
     """One times a sum was averaged without a word."""
     given = {"x": X[:4], "factor": 1.0}
@@ -615,14 +581,6 @@ def test_what_is_unclear_in_an_even_split_is_clear_in_another():
     model, bare = make(lambda n, x, o: o.square().sum() * 0.5, 4)
     found = [step(model, bare, True, {"x": X[:size]}) for size in (12, 13)]
     assert found[0][1] and found[1][0]
-
-
-def test_as_many_classes_as_samples():
-    """Only targets that are the rows of the chunk tell of comparisons."""
-    for y, warns in ((torch.arange(12) % 3, True), (torch.arange(12) % 2, False)):
-        model, bare = make(lambda n, x, o, y: functional.cross_entropy(o[:, :3], y) * 2, None)
-        is_exact, told = step(model, bare, True, {"x": X[:12], "y": y})
-        assert is_exact and bool(told) is warns
 
 
 @pytest.mark.parametrize("decorate", [lambda f: f, lambda f: functools.wraps(f)(lambda o: f(o))])

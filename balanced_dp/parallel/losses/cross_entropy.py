@@ -32,8 +32,6 @@ class Counted:
     Attributes:
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
-        target: the targets of a square input, as where samples are compared with each other; or
-            None.
         value: its value, with its graph.
         node: its node in the graph, or None.
         result: the result of torch, without its graph.
@@ -42,7 +40,6 @@ class Counted:
 
     kind: str
     count: Any
-    target: Tensor | None
     value: Tensor
     node: Any
     result: Tensor
@@ -119,7 +116,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # torch.nn.functional gives these by position.
         if found is None or len(args) < 5 or args[3] not in REDUCTIONS or not is_plain:
             return loss
-        input, target, weight, reduction, ignore_index = args[:5]
+        _, target, weight, reduction, ignore_index = args[:5]
         kind = REDUCTIONS[reduction]
         count = _count(target, weight, ignore_index)
         result = loss.detach()
@@ -128,10 +125,9 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             result.masked_fill_(count == 0, 0)
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
                 ignore_if_empty([loss.grad_fn], [count])
-        value = loss.clone()  # the loss may be written to
-        pairs = target if input.shape == 2 * target.shape else None
         version = 0 if loss.is_inference() else loss._version
-        found.append(Counted(kind, count, pairs, value, loss.grad_fn, result, version))
+        # The loss may be written to.
+        found.append(Counted(kind, count, loss.clone(), loss.grad_fn, result, version))
         return loss
 
     _register_builtin(compute, f"aten::{function.__name__}")  # for torch.jit.script in forward
@@ -157,7 +153,7 @@ def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
     """Replace gradients that are 0 / 0, of means and sums on replicas whose weight is 0, by 0."""
     for node, weight in zip(nodes, weights, strict=False):
         if node and isinstance(weight, Tensor):
-            node.register_hook(functools.partial(_zero_if_empty, (weight == 0).view(())))
+            node.register_hook(functools.partial(_zero_if_empty, weight == 0))
 
 
 def _zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:

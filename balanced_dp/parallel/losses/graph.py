@@ -23,7 +23,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import starmap
 from numbers import Real
 from typing import Any
@@ -33,8 +33,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ...free_threading import looking_at_nodes
-from .cross_entropy import REDUCTIONS, Counted, ignore_if_empty
-from .weights import Weights
+from .cross_entropy import REDUCTIONS
 
 Edges = Sequence[tuple[Any, int]]
 """For each replica, a node and the number of one of its outputs."""
@@ -53,88 +52,74 @@ class UnclearError(Exception):
     """It is not known how a loss depends on its samples; the message says why."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Factors:
-    """What multiplies and divides a term of a loss.
-
-    Attributes:
-        numbers: the product of Python's numbers, on each replica.
-        paths: the dotted paths of the arguments that divide it.
-        divisors: another tensor that divides it, on each replica; empty if none does.
-    """
-
-    numbers: Sequence[float]
-    paths: tuple[str, ...] = ()
-    divisors: Sequence[Tensor] = ()
-
-
 @dataclass(slots=True)
 class Composition:
     """What a loss is the sum of.
 
     Attributes:
-        parts: its cross entropies: how many of the call came before each, and its factors.
-        weights: at most one item: the weights of the rest, or None if the rest adds up.
+        parts: its cross entropies: how many of the call came before each, its factor, and the
+            dotted paths of the arguments that divide it.
+        kinds: at most one item: whether the rest is a ``"mean"`` over samples or a ``"sum"``.
         unclear: why the rest may be something else, or "".
     """
 
-    parts: list[tuple[int, Factors]] = field(default_factory=list)
-    weights: set[Weights] = field(default_factory=set)
+    parts: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
     unclear: str = ""
 
 
 def composition_of(
     losses: Sequence[Tensor],
-    sizes: tuple[int, ...],
-    counted: Mapping[Any, tuple[int, Sequence[Counted]]],
+    sizes: Sequence[int],
+    counted: Mapping[Any, tuple[int, str]],
     path_of: Callable[[Sequence[Any]], str],
-    are_counts: Callable[[Sequence[Tensor], Sequence[Any]], bool],
 ) -> Composition:
     """Return what a loss is the sum of. Terms without a graph are left out.
 
     Args:
         losses: the loss of each replica.
         sizes: their chunk sizes.
-        counted: each cross entropy, and how many of the call came before it, by its nodes.
+        counted: by the nodes of each cross entropy, how many of the call came before, and its kind.
         path_of: returns the dotted path of the argument of the call that tensors are, or "".
-        are_counts: returns whether divisors equal totals, one of each for a replica.
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no graph")
     found = Composition()
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
-    stack = [(start, Factors([1.0] * len(losses)))]
+    stack: list[tuple[Edges, Sequence[float], tuple[str, ...]]] = [(start, [1.0] * len(losses), ())]
     with looking_at_nodes:
-        for edges, factors in stack:
+        for edges, factors, paths in stack:
             nodes = [node for node, _ in edges]
-            if not any(factors.numbers) or not any(nodes):
+            if not any(factors) or not any(nodes):
                 continue  # multiplied by 0, as parameters that must have a gradient; or a number
-            is_plain = are_equal(factors.numbers) and not factors.divisors
-            if is_plain and all(edge == edges[0] for edge in edges):
-                found.weights.add(sizes)  # the same number on all, as a loss that was joined
-                continue
+            place, reduction = counted.get(tuple(nodes), (0, ""))
             try:
-                place, own = counted.get(tuple(nodes), (0, ()))
-                kind = own[0].kind if own else _kind_of(nodes, sizes)
-                if not kind:
-                    stack += _inputs(nodes, factors, path_of)
+                if are_equal(factors) and not paths and all(edge == edges[0] for edge in edges):
+                    found.kinds.add("mean")  # the same number on all, as a loss that was joined
                     continue
-                totals = _totals_of(nodes, own) if factors.divisors else []
-                weights = _weights_of(kind, totals, factors, sizes, are_counts)
-                if own and weights == (sizes if kind == "mean" else None):
-                    found.parts.append((place, factors))
-                else:
-                    found.weights.add(weights)
+                if name := reduction or _reduction_of(nodes, sizes):
+                    kind = _kind_of(name, factors, sizes, bool(paths))
+                    if kind == reduction:
+                        found.parts.append((place, factors[0], paths))
+                    else:
+                        found.kinds.add(kind)
+                    continue
+                inputs = list(zip(*(node.next_functions for node in nodes), strict=True))
+                if path := path_of([_divisor_of(node) for node in nodes]):
+                    stack.append((inputs[0], factors, (*paths, path)))
+                    continue
+                for own, by in zip(inputs, _multipliers(nodes), strict=False):
+                    stack.append((own, [*map(operator.mul, factors, by)], paths))
             except UnclearError as error:
                 found.unclear = found.unclear or str(error)
-    if len(found.weights) > 1:
+    if len(found.kinds) > 1:
         found.unclear = found.unclear or "its means and sums have different weights"
     if found.unclear:
-        found.weights = {sizes}
+        found.kinds = {"mean"}
     return found
 
 
-def _kind_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
+def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     """Return which reduction over samples an operator is, or "" if it reduces nothing.
 
     It is ``"mean"``, ``"sum"``, ``"scaled sum"`` of products, or ``"divided sum"`` of quotients.
@@ -151,14 +136,14 @@ def _kind_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
         return ""
     shapes, size = list(starmap(shape_of, inputs[0])), max(sizes)
     entries = inputs[0][sizes.index(size)][0]
-    name = operator_name(entries)
-    behind = [shape_of(*edge) for edge in entries.next_functions if edge[0]]
     are_samples = follow([*map(math.prod, shapes)], sizes)
     if len({*sizes}) == 1:  # a mean may be over all tokens
         are_samples &= any((n % size if code == 1 else n - size) == 0 for n in shapes[0])
+        name = operator_name(entries)
+        behind = [shape_of(*edge) for edge in entries.next_functions if edge[0]]
         reduced = dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
-    are_samples &= name not in ("Stack", "Cat", "Expand") or 1 not in map(math.prod, behind)
+        are_samples &= name not in ("Stack", "Cat", "Expand") or 1 not in map(math.prod, behind)
     if not are_samples:
         raise UnclearError("its number of entries does not follow that of samples")
     return "mean" if code == 1 else _kind_of_sum(entries)
@@ -176,84 +161,53 @@ def _kind_of_sum(entries: Any) -> str:
     return "sum"
 
 
-def _totals_of(nodes: Sequence[Any], own: Sequence[Counted]) -> list[Any]:
-    """Return, on each replica, what a divisor of a sum is if the quotient is a mean.
+def _kind_of(
+    reduction: str, factors: Sequence[float], sizes: Sequence[int], is_divided: bool
+) -> str:
+    """Return whether a multiple of a reduction is a mean over samples or a sum.
 
-    It is the count of a cross entropy, or the sum of the mask that multiplies entries. The result
-    is empty if there is none.
-    """
-    found = [one.count for one in own]
-    for node, number in () if own else _inputs_with_graph(nodes)[0]:
-        saved = [_saved(node, name) for name in ("other", "self")]
-        masks = [one for one in saved if isinstance(one, Tensor) and not one.requires_grad]
-        masks = [mask for mask in masks if mask.shape == shape_of(node, number)]
-        found += [mask.sum() for mask in masks[:1] if operator_name(node) == "Mul"]
-    return found if len(found) == len(nodes) else []
-
-
-def _weights_of(
-    kind: str,
-    totals: Sequence[Any],
-    factors: Factors,
-    sizes: tuple[int, ...],
-    are_counts: Callable[[Sequence[Tensor], Sequence[Any]], bool],
-) -> Weights:
-    """Return the weights of a term, or None if it adds up.
+    Args:
+        reduction: the reduction.
+        factors: the number that multiplies it on each replica.
+        sizes: the chunk sizes.
+        is_divided: whether an argument divides it.
 
     Raises:
         UnclearError: other numbers multiply it on each replica, or one may be that of samples.
     """
-    numbers, size = factors.numbers, sizes[0]
-    is_even, is_constant = len({*sizes}) == 1, are_equal(numbers)
-    if factors.divisors:
-        if is_constant and kind != "mean" and are_counts(factors.divisors, totals):
-            return tuple(totals)
-    elif kind == "mean":
-        if is_constant:
-            return sizes
-    else:
-        products = [x * n for x, n in zip(numbers, sizes, strict=True)]
-        if are_equal(products) and (not is_even or (size > 2 and _is_one(products))):
-            return sizes
-        # In chunks of one size, any other number may be that of samples.
-        is_plain = not is_even or (_is_one(numbers) and (size > 1 or factors.paths != ()))
-        if is_constant and is_plain and (kind == "sum" or (kind == "scaled sum" and factors.paths)):
-            return None
-    raise UnclearError(f"a {kind} in it may be divided by another number")
+    is_even, is_constant = len({*sizes}) == 1, are_equal(factors)
+    products = [factor * n for factor, n in zip(factors, sizes, strict=True)]
+    is_mean = are_equal(products) and (not is_even or (sizes[0] > 2 and _is_one(products)))
+    if is_constant if reduction == "mean" else is_mean:
+        return "mean"
+    # In chunks of one size, a number other than 1 may be that of samples.
+    is_sum = not is_even or (_is_one(factors) and (sizes[0] > 1 or is_divided))
+    if is_constant and is_sum and reduction in ("sum", "scaled sum" if is_divided else "sum"):
+        return "sum"
+    raise UnclearError(f"a {reduction} in it may be divided by another number")
 
 
-def _inputs(
-    nodes: Sequence[Any], factors: Factors, path_of: Callable[[Sequence[Any]], str]
-) -> list[tuple[Edges, Factors]]:
-    """Return the inputs of an operator, with what multiplies and divides them.
+def _divisor_of(node: Any) -> Any:
+    return _saved(node, "other") if operator_name(node) == "Div" else None
+
+
+def _multipliers(nodes: Sequence[Any]) -> Iterable[Sequence[float]]:
+    """Return the number by which an operator multiplies each input, on each replica.
 
     Raises:
         UnclearError: it does more than to add them up or multiply them by numbers.
     """
-    name = operator_name(nodes[0])
-    inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
-    if name == "Div":
-        own = [_saved(node, "other") for node in nodes]
-        if path := path_of(own):
-            return [(inputs[0], replace(factors, paths=(*factors.paths, path)))]
-        if not factors.divisors and all(map(_is_data, own)):
-            ignore_if_empty(nodes, own)
-            return [(inputs[0], replace(factors, divisors=own))]
-    scales = list(zip(*(_multipliers(node, name) for node in nodes), strict=False))
-    if not scales:
-        raise UnclearError(f"it uses {name}, not only means over samples")
-    products = [[*map(operator.mul, factors.numbers, own)] for own in scales]
-    pairs = zip(inputs, products, strict=False)
-    return [(edges, replace(factors, numbers=own)) for edges, own in pairs]
-
-
-def _multipliers(node: Any, name: str) -> Sequence[float]:
-    """Return the number by which an operator multiplies each input; empty if it does not."""
-    alpha = getattr(node, "_saved_alpha", 1)
-    signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
-    if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
-        return [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
-    return signs.get(name, (1,) if _KEEPS.fullmatch(name) else ())
+    found = list[Sequence[float]]()
+    for node in nodes:
+        name, alpha = operator_name(node), getattr(node, "_saved_alpha", 1)
+        signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
+        own: Sequence[float] = signs.get(name, (1,) if _KEEPS.fullmatch(name) else ())
+        if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
+            own = [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
+        if not own:
+            raise UnclearError(f"it uses {name}, not only means over samples")
+        found.append(own)
+    return zip(*found, strict=False)
 
 
 def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
@@ -270,12 +224,6 @@ def _saved(node: Any, name: str) -> Any:
         is_hooked = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
         return None if is_hooked else getattr(node, f"_saved_{name}", None)
     return None
-
-
-def _is_data(saved: Any) -> bool:
-    """Return whether autograd saved a tensor with one entry that has no graph."""
-    is_one = isinstance(saved, Tensor) and saved.numel() == 1 and not _is_number(saved)
-    return is_one and not (saved.requires_grad or saved.is_complex())
 
 
 def _is_number(saved: object) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -29,16 +28,17 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, ignore_if_empty, memory_of
-from .graph import Composition, Factors, are_equal, composition_of, follow, how_samples_mix
+from .graph import Composition, are_equal, composition_of, how_samples_mix
 from .weights import ScalarOutputs, Tensors, joined, weight_of_chunk
 
 _REMEDY = (
     "Return its parts to combine them outside, or rows (with squeeze(-1), not squeeze()), or give "
     "loss_weight or scalar_outputs"
 )
-
-
 _NOT_SHOWN = "no call with gradients and the same arguments has shown how it is computed"
+
+Rows = Sequence[Sequence[Counted]]
+"""The cross entropies of a call, each as computed by each replica."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class OutputHistory:
             numbers, and what was warned of: paths of inputs, and outputs as a warning calls them.
     """
 
-    losses: dict[Any, tuple[Composition | None, Any]] = field(default_factory=dict)
+    losses: dict[Any, tuple[Composition, Any]] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
@@ -106,29 +106,23 @@ class Call:
         if not self.counted or is_symbolic(outputs[0].device):
             return joined(outputs, sizes, device)
         rows = list(zip(*self.counted, strict=False))
-        for own in rows:  # if it is a cross entropy itself
-            if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
-                self._check_counted(name, [own])
-                return joined(outputs, _counts_of(own), device)
-        loss = self._composition_of(outputs, key)
+        loss = self._composition_of(outputs, key, rows)
         if loss.unclear:
             how = "It is averaged over samples" + ", except its cross entropies" * bool(loss.parts)
             self.warn(name, loss.unclear, f"{how}. {_REMEDY}")
-        found = [rows[place] for place, _ in loss.parts]
-        self._check_counted(name, found)
-        if len(found) == 1 and not loss.weights:  # nothing but a multiple of it
-            return joined(outputs, _counts_of(found[0]), device)
         total = torch.zeros((), dtype=outputs[0].dtype, device=device)
-        for (_, factors), own in zip(loss.parts, found, strict=True):
-            values = [one.value * factors.numbers[0] for one in own]
-            for path in factors.paths:
+        for place, factor, paths in loss.parts:
+            own = rows[place]
+            counts = [one.count for one in own] if own[0].kind == "mean" else None
+            if len(loss.parts) == 1 and not loss.kinds:  # nothing but a multiple of it
+                return joined(outputs, counts, device)
+            values = [one.value * factor for one in own]
+            for path in paths:
                 by = [dict(nested.leaves(arguments))[path] for arguments in self.arguments]
                 values = [value / divisor for value, divisor in zip(values, by, strict=True)]
             outputs = [o - value.to(o.dtype) for o, value in zip(outputs, values, strict=True)]
-            total = total + joined(values, _counts_of(own), device)
-        # If nothing counts, a mean may still be 0 / 1.
-        weights = next(iter(loss.weights), sizes)
-        return total + joined(outputs, weights, device, if_empty=1)
+            total = total + joined(values, counts, device)
+        return total + joined(outputs, None if loss.kinds == {"sum"} else sizes, device)
 
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output of the first replica is a number, and not a row of one sample.
@@ -139,56 +133,36 @@ class Call:
         has_been = (self._code, name) in self.history.seen
         return not tensor.dim() or (tensor.numel() == 1 and (is_of_several or has_been))
 
-    def _composition_of(self, outputs: Tensors, key: Any) -> Composition:
-        if not torch.is_grad_enabled():
-            loss, form = self.history.losses.get(key, (None, None))
-            if loss and form == self._form:
-                weights = {w and self.chunk_sizes for w in loss.weights}
-                return Composition(loss.parts, weights)
-            return self._multiple_of(outputs)
-        rows = enumerate(zip(*self.counted, strict=False))
-        nodes = {tuple(one.node for one in own): (place, own) for place, own in rows}
-        are_counts = functools.partial(self._are_counts, key)
-        loss = composition_of(outputs, self.chunk_sizes, nodes, self._path_of, are_counts)
-        # Counts, and numbers that multiply sums, are most often others in the next call.
-        sums = [own for place, own in loss.parts if self.counted[0][place].kind == "sum"]
-        is_kept = loss.weights <= {self.chunk_sizes, None}
-        is_kept &= all(abs(factors.numbers[0]) == 1 for factors in sums)
-        self.history.losses[key] = (loss, self._form) if is_kept else (None, None)
-        return loss
+    def _composition_of(self, outputs: Tensors, key: Any, rows: Rows) -> Composition:
+        for place, own in enumerate(rows):
+            if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
+                return Composition([(place, 1.0, ())])
+        leaves = nested.leaves(self.arguments[0])
+        form = len(rows), {path for path, value in leaves if value is not None}
+        if torch.is_grad_enabled():
+            places = {
+                tuple(one.node for one in own): (i, own[0].kind) for i, own in enumerate(rows)
+            }
+            loss = composition_of(outputs, self.chunk_sizes, places, self._path_of)
+            self.history.losses[key] = (loss, form)
+            return loss
+        loss, known = self.history.losses.get(key, (Composition(), None))
+        return loss if known == form else self._by_value(outputs, rows)
 
-    def _are_counts(self, key: Any, divisors: Tensors, totals: Sequence[Any]) -> bool:
-        """Return whether divisors are totals. This waits until a call has shown it.
-
-        A count may have a small number added; of 0, it may have been replaced by 1.
-        """
-        if (key, "counts") in self.history.seen or not totals:
-            return bool(totals)
-        pairs = [(float(x), float(n)) for x, n in zip(divisors, totals, strict=True)]
-        are_counts = all(
-            math.isclose(x, n, rel_tol=1e-6, abs_tol=1e-4 * (n >= 1)) or (x <= 1 and not n)
-            for x, n in pairs
-        )
-        # A count of all entries may be another number in the next call.
-        if are_counts and not follow([int(n) for _, n in pairs], self.chunk_sizes):
-            self.history.seen.add((key, "counts"))
-        return are_counts
-
-    def _multiple_of(self, outputs: Tensors) -> Composition:
+    def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
         """Return the cross entropy of which values are a multiple. This waits for them.
 
         The loss of transformers is one, and a Trainer may evaluate before it trains. In inference
         mode, only its value tells that an output is a cross entropy.
         """
-        for place, own in enumerate(zip(*self.counted, strict=False)):
+        for place, own in enumerate(rows):
             pairs = [(float(o), float(one.value)) for o, one in zip(outputs, own, strict=True)]
             factors = [output / value for output, value in pairs if value]
             # In chunks of one size, a number may be that of samples.
-            is_mean = own[0].kind == "sum" and are_equal(
-                [1, *(x * self.chunk_sizes[0] for x in factors)], 1e-6
-            )
+            numbers = [1, *(x * self.chunk_sizes[0] for x in factors)]
+            is_mean = own[0].kind == "sum" and are_equal(numbers, 1e-6)
             if factors and are_equal(factors, 1e-6) and not is_mean:
-                return Composition([(place, Factors(factors[:1]))])
+                return Composition([(place, 1.0, ())])
         return Composition(unclear=_NOT_SHOWN)
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
@@ -196,24 +170,6 @@ class Call:
         rows = zip(*map(nested.leaves, self.arguments), strict=False)
         same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
         return next(same, "")
-
-    @property
-    def _form(self) -> Any:
-        """Which arguments the call has, and how many cross entropies."""
-        leaves = nested.leaves(self.arguments[0])
-        names = frozenset(path for path, value in leaves if value is not None)
-        return names, frozenset(map(len, self.counted))
-
-    def _check_counted(self, name: str, found: Sequence[Sequence[Counted]]) -> None:
-        """Warn if targets are the numbers of the rows. This waits in the first call."""
-        key = self._code, name, len(found)
-        if key in self.history.seen:
-            return
-        self.history.seen.add(key)
-        for own in found:
-            targets = [one.target for one in own]
-            if all(t is not None and sorted(t.tolist()) == [*range(len(t))] for t in targets):
-                self.warn(name, "its targets are the rows of a chunk, as if samples were compared")
 
     @functools.cached_property
     def _given_weights(self) -> list[Any]:
@@ -286,11 +242,6 @@ class Call:
 def has_means(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor of a type that has means, as losses are."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _counts_of(own: Sequence[Counted]) -> Sequence[Any] | None:
-    """Return the counts of a cross entropy that is a mean; None if it is a sum."""
-    return [one.count for one in own] if own[0].kind == "mean" else None
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:

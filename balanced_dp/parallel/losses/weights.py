@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -23,16 +22,7 @@ Tensors = Sequence[Tensor]
 """One for each replica."""
 
 
-Weights = tuple[Any, ...] | None
-"""The weight of each replica in a mean, a number or a 0-dim tensor; None for sums, which add up."""
-
-
-def joined(
-    tensors: Tensors,
-    weights: Sequence[Any] | None,
-    device: torch.device,
-    if_empty: float = math.nan,
-) -> Tensor:
+def joined(tensors: Tensors, weights: Sequence[Any] | None, device: torch.device) -> Tensor:
     """Return the sum or the weighted mean of 0-dim tensors, on ``device``.
 
     Args:
@@ -40,7 +30,6 @@ def joined(
         weights: for each, a number or a 0-dim tensor, which is not read: that would wait for its
             device. None adds the tensors up.
         device: the device of the result.
-        if_empty: the weights if all are 0.
     """
     if weights is None:
         return functools.reduce(torch.add, moved(tensors, device))
@@ -48,7 +37,7 @@ def joined(
     # torch.full, because other ways copy numbers from the host, and wait.
     numbers = (w if isinstance(w, Tensor) else torch.full((), w, device=device) for w in weights)
     totals = torch.stack([number.to(device) for number in numbers]).double()
-    totals = totals.where(totals.sum() != 0, if_empty)
+    totals = totals.where(totals.sum() != 0, math.nan)
     means = means.masked_fill(totals == 0, 0)
     dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
     return torch.dot(means.to(dtype), (totals / totals.sum()).to(dtype)).to(means.dtype)
@@ -98,24 +87,18 @@ def weight_of_chunk(
         ArgumentError: the call lacks an argument, or the result is not a number of at least 0.
     """
     named = dict(named_arguments(function, args, kwargs))
-    given = f"the arguments of the call are {', '.join(named) or 'none'}"
+    given = f"but the arguments of the call are {', '.join(named) or 'none'}"
     if isinstance(loss_weight, str):
         if not isinstance(named.get(loss_weight), Tensor):
-            raise ArgumentError(f"loss_weight is {loss_weight!r}, but {given}; name a tensor")
+            raise ArgumentError(f"loss_weight is {loss_weight!r}, {given}; name a tensor")
         return (named[loss_weight] != -100).sum()
-    names = parameters(loss_weight)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    # Parameters with names of their own get the arguments by position, as those of *args.
-    if takes_any or {*names} & {*named, *parameters(function)}:
-        args, kwargs = (), {n: v for n, v in named.items() if n in names or takes_any}
-    try:
-        inspect.signature(loss_weight).bind(*args, **kwargs)
-    except TypeError:
+    names = [n for n, p in parameters(loss_weight).items() if n in named or p.default is p.empty]
+    if not named.keys() >= {*names}:
         raise ArgumentError(
-            f"loss_weight ({described(loss_weight)}) takes {', '.join(names)}, but {given}; name "
-            "its parameters after some of these, with a default for each that a call may omit"
-        ) from None
-    weight = loss_weight(*args, **kwargs)
+            f"loss_weight ({described(loss_weight)}) takes {', '.join(names)}, {given}; name its "
+            "parameters after some of these, with a default for each that a call may omit"
+        )
+    weight = loss_weight(**{name: named[name] for name in names})
     if isinstance(weight, Mapping):
         return {name: _checked(value) for name, value in weight.items()}
     return _checked(weight)
