@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import BalanceWarning
 from . import nested
@@ -59,7 +59,7 @@ class CheckResult:
 
 
 def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckResult:
-    """Compare outputs and gradients in evaluation mode, on copies of the module.
+    """Compare outputs and gradients in evaluation mode, on a copy of the module.
 
     Args:
         parallel: a ``BalancedDataParallel``.
@@ -68,7 +68,7 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     """
     others = [device for device in parallel.devices if device.type != "cpu"]
     with (
-        parallel.on_one_device() as module,
+        parallel.on_one_device(),
         torch.random.fork_rng(others, device_type=parallel.devices[0].type),
         contextlib.ExitStack() as stack,
         torch.enable_grad(),
@@ -78,16 +78,13 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         if numpy := sys.modules.get("numpy"):
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         warnings.simplefilter("always", BalanceWarning)
-        alone = copy.deepcopy(module).eval()
-        twin = copy.deepcopy(parallel, {id(module): alone})
+        twin = copy.deepcopy(parallel).eval()
         twin.gpu0_bsz = parallel.gpu0_bsz  # a number, so that "auto" does not change
         twin.gathers_outputs, twin.spread = True, False
         batches = (twin.scatter(*_copied(inputs, kwargs), twin.devices[:1]) for _ in range(2))
-        whole, again = (_results(alone, alone(*args, **kw)) for [args], [kw] in batches)
-        del alone
-        twin.module = copied = copy.deepcopy(module).eval()
+        whole, again = (_results(twin, twin.module(*args, **kw)) for [args], [kw] in batches)
         inputs, kwargs = _copied(inputs, kwargs)
-        split = _results(copied, twin(*inputs, **kwargs))
+        split = _results(twin, twin(*inputs, **kwargs))
     reasons = [str(one.message).partition("the whole batch: ")[2] for one in told]
     causes = [reason.partition(". ")[0] for reason in reasons if reason]
     cause = "; ".join(causes) or "samples of a chunk are computed from each other"
@@ -108,7 +105,7 @@ def _copied(*values: Any) -> Any:
     return nested.replaced(values, copies)
 
 
-def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
+def _results(parallel: Any, outputs: Any) -> dict[str, Tensor]:
     """Return floating outputs, and gradients of a sum in which each entry counts differently."""
     found = {
         f"output {path or '(the whole)'}": leaf
@@ -116,10 +113,11 @@ def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     }
     if roots := [output for output in found.values() if output.requires_grad]:
-        module.zero_grad()
+        parallel.zero_grad()
         weights = [torch.linspace(1, 2, root.numel()).to(root).view_as(root) for root in roots]
         torch.autograd.backward(roots, weights)  # in full, as reentrant checkpoints need it
-        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        named = parallel.module.named_parameters()
+        gradients = {n: p.grad for n, p in named if p.grad is not None}
         found |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
     return {name: value.detach() for name, value in found.items() if value.numel()}
 

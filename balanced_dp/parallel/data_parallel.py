@@ -346,7 +346,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def check(self, *inputs: Any, **kwargs: Any) -> CheckResult:
         """Compare a batch that is split with the whole batch on ``device_ids[0]``.
 
-        Call it once after wrapping a model. Both run in evaluation mode, with gradients, on copies
+        Call it once after wrapping a model. Both run in evaluation mode, with gradients, on a copy
         of the module, so parameters, gradients, buffers and random numbers stay as they are. The
         first device holds the whole batch and a copy of the parameters, so give a small batch.
 

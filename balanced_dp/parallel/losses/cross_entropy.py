@@ -32,6 +32,7 @@ class Counted:
     Attributes:
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
+        target: the targets if there are as many classes as rows, else None.
         value: its value, with its graph.
         node: its node in the graph, or None.
         result: the result of torch, without its graph.
@@ -40,10 +41,18 @@ class Counted:
 
     kind: str
     count: Any
+    target: Tensor | None
     value: Tensor
     node: Any
     result: Tensor
     version: int
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the targets are the numbers of the rows. This waits for them."""
+        return self.target is not None and sorted(self.target.tolist()) == [
+            *range(len(self.target))
+        ]
 
     def is_(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the result, detached or not, and was not written to since.
@@ -116,7 +125,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # torch.nn.functional gives these by position.
         if found is None or len(args) < 5 or args[3] not in REDUCTIONS or not is_plain:
             return loss
-        _, target, weight, reduction, ignore_index = args[:5]
+        input, target, weight, reduction, ignore_index = args[:5]
         kind = REDUCTIONS[reduction]
         count = _count(target, weight, ignore_index)
         result = loss.detach()
@@ -126,8 +135,9 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
                 ignore_if_empty([loss.grad_fn], [count])
         version = 0 if loss.is_inference() else loss._version
-        # The loss may be written to.
-        found.append(Counted(kind, count, loss.clone(), loss.grad_fn, result, version))
+        pairs = target if input.shape == 2 * target.shape else None
+        value = loss.clone()  # the loss may be written to
+        found.append(Counted(kind, count, pairs, value, loss.grad_fn, result, version))
         return loss
 
     _register_builtin(compute, f"aten::{function.__name__}")  # for torch.jit.script in forward

@@ -113,6 +113,8 @@ class Call:
         total = torch.zeros((), dtype=outputs[0].dtype, device=device)
         for place, factor, paths in loss.parts:
             own = rows[place]
+            if all(one.compares_samples for one in own):
+                self.warn(name, "its targets are the rows of a chunk, as if samples were compared")
             counts = [one.count for one in own] if own[0].kind == "mean" else None
             if len(loss.parts) == 1 and not loss.kinds:  # nothing but a multiple of it
                 return joined(outputs, counts, device)
