@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentTypeError
 from .losses.join import Call, OutputHistory
@@ -45,7 +44,7 @@ class BalancedCriterion(nn.Module):
     Shape:
         - Outputs: a ``PerDevice`` of outputs that ``criterion`` takes, one for each chunk.
         - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device; for
-          ``CTCLoss`` with N first or concatenated, as it takes them.
+          ``CTCLoss`` padded, with N first, and lengths as tensors.
         - Loss: 0-dim, or as ``criterion``'s for the batch, on the model's output device.
 
     Raises:
@@ -67,7 +66,7 @@ class BalancedCriterion(nn.Module):
         self,
         criterion: Callable[..., Any],
         *,
-        loss_weight: Callable[..., Any] | str | None = None,
+        loss_weight: Callable[..., Any] | None = None,
         broadcast: Iterable[str] = (),
         split: Iterable[str] = (),
     ) -> None:
@@ -87,8 +86,7 @@ class BalancedCriterion(nn.Module):
             return self.criterion(outputs, *targets, **kwargs)
         dim, sizes, devices = outputs.dim, outputs.chunk_sizes or (), outputs.devices
         if self._function is functional.ctc_loss or isinstance(self.criterion, nn.CTCLoss):
-            # Log-probabilities have the batch at the model's dim, targets and losses at 0.
-            targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
+            dim = 0  # log-probabilities have the batch at the model's dim, targets and losses at 0
         replicas = self._replicator.replicate(self.criterion, devices)
         options = dim, self.broadcast, self.split, self._history.seen
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
@@ -128,13 +126,3 @@ class _Function(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its options."""
         return self.function(*args, **{**self._options, **self._buffers, **kwargs})
-
-
-def _ctc_targets(
-    targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *options: Any, **more: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of CTC loss after the first, with a row for each sample."""
-    lengths = torch.as_tensor(target_lengths)
-    if targets.dim() == 1:
-        targets = pad_sequence(targets.split(lengths.tolist()), batch_first=True)
-    return (targets, torch.as_tensor(input_lengths), lengths, *options), more

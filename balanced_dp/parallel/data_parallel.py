@@ -96,8 +96,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
             means over something else than samples, such as selected tokens. Its parameters name the
             arguments of ``forward`` that it gets: ``lambda mask: mask.sum()``. A weight is a number
-            of at least 0, a tensor with one, or a dictionary of them by output name. A string such
-            as ``"labels"`` counts the entries of that argument that are not -100.
+            of at least 0, a tensor with one, or a dictionary of them by output name.
         device_weights: one number for each device; the batch is split in proportion to them.
         spread: whether parameters are spread over all devices, in proportion to their memory, with
             their gradients and optimizer state. If not, all are on ``device_ids[0]``.
@@ -162,7 +161,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         broadcast: Iterable[str] = (),
         split: Iterable[str] = (),
         scalar_outputs: ScalarOutputs = "auto",
-        loss_weight: Callable[..., Any] | str | None = None,
+        loss_weight: Callable[..., Any] | None = None,
         device_weights: Sequence[float] | None = None,
         spread: bool = False,
     ) -> None:

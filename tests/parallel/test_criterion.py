@@ -105,9 +105,6 @@ def make_cases():
     head = Lambda(lambda self, x, y: functional.mse_loss(self.head(x), y), head=linear(4))
     both = Lambda(lambda m, x: {"a": m.a(x), "b": (m.b(x),)}, a=linear(4), b=linear(2))
     weighs = {"loss_weight": lambda output, target, mask: mask.sum()}
-    row = torch.cat([word[:n] for word, n in zip(words, lengths[1], strict=True)])
-    named = zip(("input_lengths", "target_lengths"), lengths, strict=True)
-    ctc = {"reduction": "sum", **{name: tuple(own.tolist()) for name, own in named}}
     scaled = partial(lambda y, scale, mask: (y * mask).mean() * scale, scale=2.0)
     if hasattr(nn, "LinearCrossEntropyLoss"):
         criterion = nn.LinearCrossEntropyLoss(WIDTH, CLASSES, dtype=torch.double, **weight)
@@ -121,7 +118,12 @@ def make_cases():
         "subclass": (Shifted(), linear(7, CLASSES), [{"labels": classes(7, ignored=-100)}]),
         "losses": (goes_on, Lambda(with_losses, inner=linear(CLASSES)), [classes()]),
         "with parameters": (head, linear(WIDTH), [numbers(4)]),
-        "ctc of a row, lengths as numbers": (functional.ctc_loss, of_time, [row], ctc),
+        "ctc as a function": (
+            functional.ctc_loss,
+            of_time,
+            [words, *lengths],
+            {"reduction": "sum"},
+        ),
         "whole": (scaled, linear(2), [], {"mask": torch.ones(2)}, {"broadcast": "mask"}),
         "whole, of one": (scaled, linear(2), [], {"mask": torch.ones(1)}, {"broadcast": "mask"}),
     }

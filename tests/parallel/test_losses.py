@@ -277,7 +277,6 @@ class Labelled(nn.Module):
 @pytest.mark.parametrize(
     "loss_weight",
     [
-        "labels",
         lambda x, labels: (labels != -100).sum(),
         lambda labels: np.int64((labels != -100).sum().item()),
     ],
@@ -320,7 +319,6 @@ def test_what_is_not_known_can_be_said(loss, options, size):
 @pytest.mark.parametrize(
     ("loss_weight", "message"),
     [
-        ("targets", "loss_weight is 'targets', but the arguments of the call are input"),
         (lambda x, labels: 1, r"loss_weight \(.*<lambda>.*\) takes x, labels, but .* are input;"),
         (lambda input, *, k: 1, "takes input, k, but .* are input;"),
         (lambda input: -1, "loss_weight must return a number of at least 0, .* got -1"),

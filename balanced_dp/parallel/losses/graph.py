@@ -96,20 +96,19 @@ def composition_of(
             try:
                 if are_equal(factors) and not paths and all(edge == edges[0] for edge in edges):
                     found.kinds.add("mean")  # the same number on all, as a loss that was joined
-                    continue
-                if name := reduction or _reduction_of(nodes, sizes):
+                elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, bool(paths))
                     if kind == reduction:
                         found.parts.append((place, factors[0], paths))
                     else:
                         found.kinds.add(kind)
-                    continue
-                inputs = list(zip(*(node.next_functions for node in nodes), strict=True))
-                if path := path_of([_divisor_of(node) for node in nodes]):
-                    stack.append((inputs[0], factors, (*paths, path)))
-                    continue
-                for own, by in zip(inputs, _multipliers(nodes), strict=False):
-                    stack.append((own, [*map(operator.mul, factors, by)], paths))
+                elif path := path_of([_divisor_of(node) for node in nodes]):
+                    dividends = [node.next_functions[0] for node in nodes]
+                    stack.append((dividends, factors, (*paths, path)))
+                else:
+                    inputs = zip(*(node.next_functions for node in nodes), strict=True)
+                    for own, *by in zip(inputs, *map(_multipliers, nodes), strict=False):
+                        stack.append((own, [*map(operator.mul, factors, by)], paths))
             except UnclearError as error:
                 found.unclear = found.unclear or str(error)
     if len(found.kinds) > 1:
@@ -191,23 +190,19 @@ def _divisor_of(node: Any) -> Any:
     return _saved(node, "other") if operator_name(node) == "Div" else None
 
 
-def _multipliers(nodes: Sequence[Any]) -> Iterable[Sequence[float]]:
-    """Return the number by which an operator multiplies each input, on each replica.
+def _multipliers(node: Any) -> Sequence[float]:
+    """Return the number by which an operator multiplies each input.
 
     Raises:
         UnclearError: it does more than to add them up or multiply them by numbers.
     """
-    found = list[Sequence[float]]()
-    for node in nodes:
-        name, alpha = operator_name(node), getattr(node, "_saved_alpha", 1)
-        signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
-        own: Sequence[float] = signs.get(name, (1,) if _KEEPS.fullmatch(name) else ())
-        if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
-            own = [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
-        if not own:
-            raise UnclearError(f"it uses {name}, not only means over samples")
-        found.append(own)
-    return zip(*found, strict=False)
+    name, alpha = operator_name(node), getattr(node, "_saved_alpha", 1)
+    signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
+    if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
+        return [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
+    if name not in signs and not _KEEPS.fullmatch(name):
+        raise UnclearError(f"it uses {name}, not only means over samples")
+    return signs.get(name, (1,))
 
 
 def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:

@@ -82,7 +82,7 @@ class Call:
     chunk_sizes: tuple[int, ...]
     dim: int
     scalar_outputs: ScalarOutputs = "auto"
-    loss_weight: Callable[..., Any] | str | None = None
+    loss_weight: Callable[..., Any] | None = None
     arguments: Sequence[nested.Arguments] = ()
     counted: Sequence[list[Counted]] = ()
 
@@ -108,8 +108,7 @@ class Call:
         rows = list(zip(*self.counted, strict=False))
         loss = self._composition_of(outputs, key, rows)
         if loss.unclear:
-            how = "It is averaged over samples" + ", except its cross entropies" * bool(loss.parts)
-            self.warn(name, loss.unclear, f"{how}. {_REMEDY}")
+            self.warn(name, loss.unclear, f"It is averaged over samples. {_REMEDY}")
         total = torch.zeros((), dtype=outputs[0].dtype, device=device)
         for place, factor, paths in loss.parts:
             own = rows[place]

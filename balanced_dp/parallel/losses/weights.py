@@ -57,19 +57,19 @@ def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
 
     Raises:
         ArgumentError: ``scalar_outputs`` is none of ``ScalarOutputs``, or both are given.
-        ArgumentTypeError: ``loss_weight`` is neither a function nor a name nor None.
+        ArgumentTypeError: ``loss_weight`` is neither a function nor None.
     """
     kinds = get_args(ScalarOutputs)
     if scalar_outputs not in kinds:
         raise ArgumentError(f"scalar_outputs must be one of {kinds}, got {scalar_outputs!r}")
     if loss_weight is not None and scalar_outputs != "auto":
         raise ArgumentError(f"give loss_weight or scalar_outputs={scalar_outputs!r}, not both")
-    if loss_weight is not None and not callable(loss_weight) and not isinstance(loss_weight, str):
-        raise ArgumentTypeError(f"loss_weight must be a function or a name, got {loss_weight!r}")
+    if loss_weight is not None and not callable(loss_weight):
+        raise ArgumentTypeError(f"loss_weight must be a function, got {loss_weight!r}")
 
 
 def weight_of_chunk(
-    loss_weight: Callable[..., Any] | str,
+    loss_weight: Callable[..., Any],
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -77,8 +77,7 @@ def weight_of_chunk(
     """Return the weight of a chunk: a number, a 0-dim tensor, or a dictionary of these.
 
     Args:
-        loss_weight: a function, which is called with the arguments of ``function`` that its
-            parameters name; or the name of one of these, whose entries other than -100 count.
+        loss_weight: it is called with the arguments of ``function`` that its parameters name.
         function: the function that computes the losses.
         args: its positional arguments for the chunk.
         kwargs: its keyword arguments.
@@ -87,16 +86,12 @@ def weight_of_chunk(
         ArgumentError: the call lacks an argument, or the result is not a number of at least 0.
     """
     named = dict(named_arguments(function, args, kwargs))
-    given = f"but the arguments of the call are {', '.join(named) or 'none'}"
-    if isinstance(loss_weight, str):
-        if not isinstance(named.get(loss_weight), Tensor):
-            raise ArgumentError(f"loss_weight is {loss_weight!r}, {given}; name a tensor")
-        return (named[loss_weight] != -100).sum()
     names = [n for n, p in parameters(loss_weight).items() if n in named or p.default is p.empty]
     if not named.keys() >= {*names}:
         raise ArgumentError(
-            f"loss_weight ({described(loss_weight)}) takes {', '.join(names)}, {given}; name its "
-            "parameters after some of these, with a default for each that a call may omit"
+            f"loss_weight ({described(loss_weight)}) takes {', '.join(names)}, but the arguments "
+            f"of the call are {', '.join(named) or 'none'}; name its parameters after some of "
+            "these, with a default for each that a call may omit"
         )
     weight = loss_weight(**{name: named[name] for name in names})
     if isinstance(weight, Mapping):
