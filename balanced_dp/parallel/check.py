@@ -117,8 +117,7 @@ def _results(parallel: Any, outputs: Any) -> dict[str, Tensor]:
         weights = [torch.linspace(1, 2, root.numel()).to(root).view_as(root) for root in roots]
         torch.autograd.backward(roots, weights)  # in full, as reentrant checkpoints need it
         named = parallel.module.named_parameters()
-        gradients = {n: p.grad for n, p in named if p.grad is not None}
-        found |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+        found |= {f"gradient of {n}": p.grad for n, p in named if p.grad is not None}
     return {name: value.detach() for name, value in found.items() if value.numel()}
 
 

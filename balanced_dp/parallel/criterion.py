@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ..errors import ArgumentTypeError
 from .losses.join import Call, OutputHistory
@@ -43,8 +42,7 @@ class BalancedCriterion(nn.Module):
 
     Shape:
         - Outputs: a ``PerDevice`` of outputs that ``criterion`` takes, one for each chunk.
-        - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device; for
-          ``CTCLoss`` padded, with N first, and lengths as tensors.
+        - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device.
         - Loss: 0-dim, or as ``criterion``'s for the batch, on the model's output device.
 
     Raises:
@@ -85,8 +83,6 @@ class BalancedCriterion(nn.Module):
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
         dim, sizes, devices = outputs.dim, outputs.chunk_sizes or (), outputs.devices
-        if self._function is functional.ctc_loss or isinstance(self.criterion, nn.CTCLoss):
-            dim = 0  # log-probabilities have the batch at the model's dim, targets and losses at 0
         replicas = self._replicator.replicate(self.criterion, devices)
         options = dim, self.broadcast, self.split, self._history.seen
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)

@@ -112,8 +112,6 @@ class Call:
         total = torch.zeros((), dtype=outputs[0].dtype, device=device)
         for place, factor, paths in loss.parts:
             own = rows[place]
-            if all(one.compares_samples for one in own):
-                self.warn(name, "its targets are the rows of a chunk, as if samples were compared")
             counts = [one.count for one in own] if own[0].kind == "mean" else None
             if len(loss.parts) == 1 and not loss.kinds:  # nothing but a multiple of it
                 return joined(outputs, counts, device)
@@ -214,22 +212,29 @@ class Call:
         ]
 
     def look_for_mixing(self, outputs: Sequence[Any]) -> None:
-        """Warn if the graph shows that samples of a chunk are computed from each other.
+        """Warn if samples of a chunk are computed from each other.
 
-        It is searched once, in the first call with gradients and chunks of different size.
+        The first call with gradients is searched, and the first with chunks of different size.
+        Chunks of one size only show cross entropies whose targets are the rows.
         """
-        sizes, seen = self.chunk_sizes, self.history.seen
-        if not torch.is_grad_enabled() or self._code in seen or len(set(sizes)) < 2:
+        sizes, is_even = self.chunk_sizes, len({*self.chunk_sizes}) < 2
+        key = self._code, is_even
+        is_seen = key in self.history.seen or len(sizes) < 2 or is_symbolic(self.devices[0])
+        if is_seen or not torch.is_grad_enabled():
             return
         leaves = zip(*map(nested.tensors, outputs), strict=False)
         found = [own for own in leaves if all(one.grad_fn for one in own)]
         if found:
-            seen.add(self._code)
-        # Two replicas show it first, in half the time; the others confirm it.
-        ends = [sizes.index(min(sizes)), sizes.index(max(sizes))]
-        how = how_samples_mix([[own[i] for i in ends] for own in found], [sizes[i] for i in ends])
-        how = how and how_samples_mix(found, sizes)
-        if how and not is_symbolic(found[0][0].device):
+            self.history.seen.add(key)
+        if is_even:
+            rows = zip(*self.counted, strict=False)
+            compares = any(all(one.compares_samples for one in own) for own in rows)
+            how = "a cross entropy compares samples" if compares else ""
+        else:  # two replicas show it first, in half the time; the others confirm it
+            ends = [sizes.index(min(sizes)), sizes.index(max(sizes))]
+            pairs = [[own[i] for i in ends] for own in found]
+            how = how_samples_mix(pairs, [sizes[i] for i in ends]) and how_samples_mix(found, sizes)
+        if how:
             reason = f"{how}, so each device uses only its own chunk"
             self.warn(None, reason, "Compute it outside, from gathered outputs")
 
