@@ -1,7 +1,7 @@
 """The names that ``balanced_dp`` offers."""
 
-from .devices import training_devices as training_devices
 from .emulation import emulate_devices as emulate_devices
+from .emulation.fallback import training_devices as training_devices
 from .errors import ArgumentError as ArgumentError
 from .errors import ArgumentTypeError as ArgumentTypeError
 from .errors import BalancedDataParallelError as BalancedDataParallelError

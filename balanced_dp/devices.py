@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from .emulation import emulate_devices
-from .emulation.machine import current_machine, has_machine
+from .emulation.machine import current_machine, has_machine, is_emulated
 from .errors import ArgumentError, ArgumentTypeError
-from .split import as_integer
 
 Device = int | str | torch.device
-
-
-def capacities_of(devices: Sequence[torch.device]) -> list[int]:
-    """Return the total memory of each device in bytes."""
-    return [torch.get_device_module(d).get_device_properties(d).total_memory for d in devices]
-
-
-def is_emulated(device: torch.device) -> bool:
-    """Return whether the device is one of the open ``emulate_devices`` context."""
-    return has_machine() and device.type == current_machine().device_type
-
-
-def is_symbolic(device: torch.device) -> bool:
-    """Return whether the device is an emulated one that keeps shapes only."""
-    return is_emulated(device) and current_machine().symbolic
 
 
 def default_device_type() -> str | None:
@@ -91,60 +73,6 @@ def resolve_device(device_id: Device) -> torch.device:
     if device.index is None:
         return torch.device(device.type, module.current_device())
     return device
-
-
-def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[torch.device]:
-    """Return the GPUs that ``training_devices`` provides; none if it emulates devices."""
-    found = [] if emulate else resolve_devices(None)
-    return found[:num_devices] if len(found) >= (num_devices or 2) else []
-
-
-def training_devices(
-    num_devices: int | None = None,
-    *,
-    memory: int | str | Sequence[int | str] | None = None,
-    symbolic: bool = False,
-    as_cuda: bool = False,
-    emulate: bool = False,
-) -> AbstractContextManager[Sequence[torch.device]]:
-    """Provide the GPUs of this machine, or emulated devices if there are too few.
-
-    With ``num_devices``, they are the first GPUs if there are that many, otherwise emulated
-    devices. Without it, they are all GPUs if there are two or more, otherwise four emulated
-    devices. GPUs can be accelerators of any type. Inside ``emulate_devices``, its devices take the
-    place of the GPUs.
-
-    Emulated devices end with the ``with`` block. Copy tensors that are needed later to the CPU.
-
-    Args:
-        num_devices: number of devices, at least 1. None means all GPUs, or four emulated devices.
-        memory: capacity of emulated devices, as in ``emulate_devices``. GPUs keep theirs.
-        symbolic: whether emulated devices keep shapes only, as in ``emulate_devices``.
-        as_cuda: whether emulated devices are named as CUDA's, as in ``emulate_devices``.
-        emulate: whether to emulate devices even if there are GPUs.
-
-    Returns:
-        A context manager that yields the devices. Move the module to the first one, and pass them
-        all as ``device_ids``, which may be omitted if ``num_devices`` is.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid.
-        EmulationError: an ``emulate_devices`` context with fewer devices is open.
-
-    Examples:
-        >>> with training_devices(2) as devices:
-        ...     model = torch.nn.Linear(8, 1).to(devices[0])
-        ...     model = BalancedDataParallel(1, model, device_ids=devices)
-        ...     model.split(8)
-        ...     del model
-        (1, 7)
-    """
-    if num_devices is not None:
-        num_devices = as_integer("num_devices", num_devices, minimum=1)
-    if found := accelerators(num_devices, emulate):
-        return nullcontext(found)
-    num = num_devices or 4
-    return emulate_devices(num, memory=memory, symbolic=symbolic, as_cuda=as_cuda)
 
 
 CUDA_LIKE = {"cuda"}

@@ -95,7 +95,11 @@ class Search:
 
     def allows(self, split: Split) -> bool:
         """Return whether all replicas can train on their chunks, and no device should run out."""
-        is_safe = not self.is_careful or self._is_safe(split[0])
+        ran = self._ran() if self.is_careful else {}
+        nearest = min(max(split[0], min(ran, default=0)), max(ran, default=0))
+        # No device would be more than full if all that it holds were samples.
+        chunks = zip(ran.get(nearest, ()), self.split(nearest), split, strict=False)
+        is_safe = all(full * new <= old for full, old, new in chunks if new > old)
         return is_safe and not any(0 < chunk < self.smallest for chunk in split)
 
     def _values(self) -> dict[int, list[float]]:
@@ -113,17 +117,6 @@ class Search:
         if self.even in over and len(set(self.budgets)) > 1:
             over[self.even] = max(over[self.even], EQUAL)
         return over
-
-    def _is_safe(self, value: int) -> bool:
-        """Return whether no device would be more than full if all that it holds were samples."""
-        ran = self._ran() or {value: [0.0, 0.0]}
-        low, high = min(ran), max(ran)
-        if value > high:
-            return ran[high][0] * value <= high
-        if value < low:
-            known = max(self.split(low)[1:])
-            return known > 0 and max(ran[low][1:]) * max(self.split(value)[1:]) <= known
-        return True
 
     def wanted(self) -> Iterator[Split]:
         """Yield the split to measure next; what follows is only valid once it is told."""

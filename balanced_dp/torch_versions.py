@@ -1,6 +1,7 @@
 """Differences between versions of torch, and the private names of torch that are used.
 
-Where torch lacks one, ``import balanced_dp`` or ``emulate_devices`` raises an error that names it.
+Where torch lacks one, ``import balanced_dp`` raises an error that names it; emulation has names of
+its own.
 docs/versions.md lists the versions that were tested.
 """
 
@@ -27,25 +28,6 @@ NEEDED = """
     _C._disabled_torch_function_impl _C._get_accelerator _C._FunctionBase._set_sequence_nr
 """
 """Without one of these, ``import balanced_dp`` raises an ImportError that names it."""
-
-FOR_EMULATION = """
-    Tensor._is_view Tensor._make_wrapper_subclass nn.Module._apply autograd._engine_run_backward
-    _register_device_module random._seed_custom_device serialization._package_registry
-    optim.optimizer._foreach_supported_types jit._builtins._get_builtin_table
-    optim.optimizer._get_foreach_kernels_supported_devices
-    optim.optimizer._get_fused_kernels_supported_devices utils._mode_utils.no_dispatch
-    nn.parallel._functions._get_stream overrides._get_current_function_mode_stack
-    utils._device._device_constructors cuda._exchange_device cuda._maybe_exchange_device
-    cuda._cudart cuda._cached_device_count _C._nn._parse_to _C._jit_get_schemas_for_operator
-    distributed.distributed_c10d._NCCL_AVAILABLE profiler.profiler._KinetoProfile
-    _C._current_autograd_node _C._current_graph_task_id _C._dispatch_has_kernel_for_dispatch_key
-    _C._is_autocast_available _C._ExcludeDispatchKeyGuard _C.DispatchKeySet
-    _C.DispatchKey.AutocastPrivateUse1 _C.DispatchKey.CompositeImplicitAutograd
-    ops.aten._conj.default._schema ops.aten._neg_view ops.aten._to_copy
-    ops.aten._scaled_dot_product_attention_math _C._storage_Use_Count ops.aten._efficientzerotensor
-    _C._dispatch_get_registrations_for_dispatch_key
-"""
-"""Without one of these, ``emulate_devices`` raises an EmulationError that names it."""
 
 AWAITS_PRODUCERS = torch.__version__ >= "2.8"
 """Whether the user of a gradient waits for the node that sends it from another device.

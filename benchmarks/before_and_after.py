@@ -11,9 +11,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from balanced_dp import Option, Report, tune
+from balanced_dp.memory.units import format_bytes
 from balanced_dp.report.plots import stacked_bars, svg
 from balanced_dp.tuning.workload import find_workload
-from balanced_dp.units import format_bytes
 
 PATH = Path(__file__).parent.parent / "docs" / "before_and_after.svg"
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from balanced_dp import MemoryProbe, emulate_devices
+from balanced_dp.memory.units import format_bytes, parse_bytes
 from balanced_dp.tuning.report import RESERVE
 from balanced_dp.tuning.step import measure_step
 from balanced_dp.tuning.workload import find_workload
-from balanced_dp.units import format_bytes, parse_bytes
 
 NOTES = {
     "planned-batches": "Two steps with AdamW on one GPU, with the largest batch of which emulated "

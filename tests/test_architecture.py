@@ -13,10 +13,12 @@ ROOT = Path(balanced_dp.__file__).parent
 
 # In the order of data flow: a file imports only from files above it.
 ORDER = """
-errors units split search torch_versions free_threading
+errors split search torch_versions free_threading
+memory/ units
 emulation/ ledger machine symbolic tensor kernels autocast device_module
 emulation/ cuda_functions as_cuda patches context __init__
 devices
+emulation/ fallback
 memory/ records nvml
 memory/ out_of_memory breakdown peaks probe __init__
 parallel/ nested scatter copies homes shared_weights

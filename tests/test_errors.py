@@ -24,7 +24,7 @@ from balanced_dp import (
     training_devices,
 )
 from balanced_dp.distributed import BalancedBatchSampler, scale_loss, split_ranks
-from balanced_dp.units import parse_bytes
+from balanced_dp.memory.units import parse_bytes
 
 VALUE, TYPE = ArgumentError, ArgumentTypeError
 NO_SIZES = "|GiB|1.GiB|.5GiB|1GBB|1 i|1EB|-1|1e3|1_000|1 2|0x10|inf|nan|\u0661GiB|1GiB1|1,5GiB"

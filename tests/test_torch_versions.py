@@ -13,12 +13,12 @@ import pytest
 import balanced_dp
 from balanced_dp import EmulationError, emulate_devices
 from balanced_dp import torch_versions as versions
-from balanced_dp.emulation import cuda_functions
+from balanced_dp.emulation import context, cuda_functions
 
 from .processes import python
 
 ROOT = Path(balanced_dp.__file__).parent
-NEEDED, FOR_EMULATION = versions.NEEDED.split(), versions.FOR_EMULATION.split()
+NEEDED, FOR_EMULATION = versions.NEEDED.split(), context.FOR_EMULATION.split()
 
 
 def test_all_names_exist():

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from ..errors import ArgumentError
-from ..units import parse_bytes
+from ..memory.units import parse_bytes
 
 TARGET = Argument(help="A built-in workload, or package.module:function, or file.py:function.")
 NumDevices = Annotated[int | None, Option("--devices", min=2, help="Default: all GPUs, or 4.")]
@@ -27,7 +27,7 @@ def parse_capacities(
     memory: str | None, num_devices: int | None, emulate: bool
 ) -> list[int] | None:
     """Return the capacity of each device, None if none is given."""
-    from ..devices import accelerators
+    from ..emulation.fallback import accelerators
 
     if memory is None:
         return None

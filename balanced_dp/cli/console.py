@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ..memory.records import DeviceMemory
+from ..memory.units import format_bytes
 from ..report import report_html, report_json
 from ..report.json_file import write_text
 from ..report.tables import Code, Part, TextTable, answer, title
 from ..tuning.report import Report
-from ..units import format_bytes
 from .arguments import STDOUT
 
 

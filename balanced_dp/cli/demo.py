@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..devices import accelerators, training_devices
+from ..emulation.fallback import accelerators, training_devices
 from ..errors import ArgumentError
 from ..report.tables import Part, TextTable, largest_uses, short_split
 from ..tuning.options import Option

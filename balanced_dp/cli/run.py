@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from ..devices import accelerators, capacities_of, training_devices
+from ..emulation.fallback import accelerators, training_devices
 from ..emulation.machine import current_machine
 from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
+from ..memory.peaks import capacities_of
 from ..report.tables import Part, use_table
 from ..split import even_share
 from ..tuning.loop import Loop

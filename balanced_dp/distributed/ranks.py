@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ArgumentError
+from ..memory.units import format_bytes
 from ..parallel.nested import leaves, replaced
 from ..split import as_integer, split_batch, split_by_weights
-from ..units import format_bytes
 
 _ORDER = ("num_samples", "shuffle", "seed")
 """Attributes that determine the order of the samples."""

@@ -12,11 +12,30 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, EmulationError
+from ..memory.units import format_bytes, parse_bytes
 from ..split import as_integer
-from ..torch_versions import FOR_EMULATION, require
-from ..units import format_bytes, parse_bytes
+from ..torch_versions import require
 from .ledger import MemoryBreakdown
 from .machine import DEVICE_TYPE, MAX_DEVICES, Machine, make_current
+
+FOR_EMULATION = """
+    Tensor._is_view Tensor._make_wrapper_subclass nn.Module._apply autograd._engine_run_backward
+    _register_device_module random._seed_custom_device serialization._package_registry
+    optim.optimizer._foreach_supported_types jit._builtins._get_builtin_table
+    optim.optimizer._get_foreach_kernels_supported_devices
+    optim.optimizer._get_fused_kernels_supported_devices utils._mode_utils.no_dispatch
+    nn.parallel._functions._get_stream overrides._get_current_function_mode_stack
+    utils._device._device_constructors cuda._exchange_device cuda._maybe_exchange_device
+    cuda._cudart cuda._cached_device_count _C._nn._parse_to _C._jit_get_schemas_for_operator
+    distributed.distributed_c10d._NCCL_AVAILABLE profiler.profiler._KinetoProfile
+    _C._current_autograd_node _C._current_graph_task_id _C._dispatch_has_kernel_for_dispatch_key
+    _C._is_autocast_available _C._ExcludeDispatchKeyGuard _C.DispatchKeySet
+    _C.DispatchKey.AutocastPrivateUse1 _C.DispatchKey.CompositeImplicitAutograd
+    ops.aten._conj.default._schema ops.aten._neg_view ops.aten._to_copy
+    ops.aten._scaled_dot_product_attention_math _C._storage_Use_Count ops.aten._efficientzerotensor
+    _C._dispatch_get_registrations_for_dispatch_key
+"""
+"""Without one of these, ``emulate_devices`` raises an EmulationError that names it."""
 
 
 class EmulatedDevices(list[torch.device]):

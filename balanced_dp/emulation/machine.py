@@ -14,7 +14,7 @@ import torch
 
 from ..errors import EmulationError
 from ..free_threading import looking_at_nodes
-from ..units import format_bytes
+from ..memory.units import format_bytes
 from .ledger import Allocation, DeviceLedger, Label, round_up
 
 DEVICE_TYPE = "lazy"
@@ -212,3 +212,13 @@ def make_current(machine: Machine) -> Iterator[None]:
     finally:
         _current = None
         machine.is_closed = True
+
+
+def is_emulated(device: torch.device) -> bool:
+    """Return whether the device is one of the open ``emulate_devices`` context."""
+    return has_machine() and device.type == current_machine().device_type
+
+
+def is_symbolic(device: torch.device) -> bool:
+    """Return whether the device is an emulated one that keeps shapes only."""
+    return is_emulated(device) and current_machine().symbolic

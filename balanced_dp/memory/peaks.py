@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 
-from ..devices import is_cuda, is_emulated
+from ..devices import is_cuda
 from ..emulation import device_module
+from ..emulation.machine import is_emulated
 from ..errors import ArgumentTypeError
 from ..split import as_integer
 from .records import imbalance_of
 
 _open: weakref.WeakSet[Peaks] = weakref.WeakSet()
 _lock = threading.Lock()
+
+
+def capacities_of(devices: Sequence[torch.device]) -> list[int]:
+    """Return the total memory of each device in bytes."""
+    return [torch.get_device_module(d).get_device_properties(d).total_memory for d in devices]
 
 
 class Peaks:

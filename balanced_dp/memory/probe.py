@@ -11,7 +11,8 @@ from typing import Any
 import pynvml
 import torch
 
-from ..devices import Device, is_emulated, resolve_devices
+from ..devices import Device, resolve_devices
+from ..emulation.machine import is_emulated
 from ..errors import ProbeError
 from .nvml import Board, find_board, list_boards, memory_of
 from .peaks import Peaks

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, ProbeError
-from ..units import format_bytes
+from .units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..devices import capacities_of, is_emulated
+from ..emulation.machine import is_emulated
 from ..errors import ArgumentError, ArgumentTypeError, warn
 from ..memory.out_of_memory import num_ooms, which_ran_out
-from ..memory.peaks import Peaks
+from ..memory.peaks import Peaks, capacities_of
 from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 

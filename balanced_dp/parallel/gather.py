@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import is_symbolic
+from ..emulation.machine import is_symbolic
 from ..errors import GatherError
 from . import nested
 from .losses.join import Call, has_means

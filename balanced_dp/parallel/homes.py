@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..devices import capacities_of
+from ..memory.peaks import capacities_of
 from .copies import BUCKET_BYTES
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..devices import has_streams, is_emulated, on_stream
+from ..devices import has_streams, on_stream
+from ..emulation.machine import is_emulated
 from ..errors import add_note
 from .losses.cross_entropy import run_counted
 from .nested import Arguments

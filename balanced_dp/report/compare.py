@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
+from ..memory.units import format_bytes
 from ..tuning.report import Report
-from ..units import format_bytes
 from .tables import TextTable, speed
 
 METRICS: dict[str, Callable[[Report], float]] = {

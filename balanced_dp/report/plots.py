@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from ..memory.units import byte_scale
 from ..search import utilizations
 from ..tuning.report import Report
-from ..units import byte_scale
 from .tables import candidates, largest_uses, speed, speed_name
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; the brighter ones are

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
+from ..memory.units import byte_scale, format_bytes
 from ..search import utilizations
 from ..tuning.options import Option
 from ..tuning.report import Report, bottleneck
-from ..units import byte_scale, format_bytes
 
 
 @dataclass(frozen=True, slots=True)

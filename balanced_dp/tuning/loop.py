@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..devices import is_emulated
+from ..emulation.machine import is_emulated
 from ..memory.breakdown import memory_breakdown
 from ..memory.peaks import Peaks
+from ..memory.units import format_bytes
 from ..parallel.auto import AutoSplit, SplitPolicy
 from ..parallel.data_parallel import BalancedDataParallel
 from ..search import VARIES, LoopSearch
 from ..split import split_batch
-from ..units import format_bytes
 from .options import Option, arguments_of
 
 _MANY = 10

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 
-from ..devices import is_emulated, is_symbolic
+from ..emulation.machine import is_emulated, is_symbolic
 from ..errors import ArgumentError
+from ..memory.units import format_bytes
 from ..search import utilizations
 from ..split import as_integer
-from ..units import format_bytes
 from .options import Goal, Option, largest_batch, ranked
 
 SCHEMA = 5

@@ -10,9 +10,10 @@ from typing import get_args
 
 import torch
 
-from ..devices import accelerators, capacities_of, training_devices
+from ..emulation.fallback import accelerators, training_devices
 from ..emulation.machine import current_machine
 from ..errors import ArgumentError, ArgumentTypeError, InfeasiblePlanError
+from ..memory.peaks import capacities_of
 from ..search import MAX_SPLITS, Split
 from ..split import as_integer, split_batch
 from .options import Goal, Option

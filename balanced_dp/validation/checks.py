@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import timer
 
-from ..devices import is_emulated, resolve_devices, training_devices
+from ..devices import resolve_devices
 from ..emulation import emulate_devices
+from ..emulation.fallback import training_devices
+from ..emulation.machine import is_emulated
 from ..memory.probe import MemoryProbe
+from ..memory.units import format_bytes
 from ..parallel.data_parallel import BalancedDataParallel
 from ..split import even_share
 from ..tuning.models import TokenTransformer
 from ..tuning.report import RESERVE, Provenance
 from ..tuning.step import measure_step
 from ..tuning.workload import Workload, find_workload
-from ..units import format_bytes
 
 ALLOWED_ERROR = 0.10
 """The allowed error of a predicted peak, relative to the measured one."""

@@ -14,8 +14,8 @@ from rich.console import Console
 from balanced_dp import ArgumentError
 from balanced_dp.cli import commands
 from balanced_dp.cli import console as consoles
+from balanced_dp.memory.units import byte_scale
 from balanced_dp.split import split_batch
-from balanced_dp.units import byte_scale
 
 from ..tuning.measured import option
 from ..tuning.measured import report as report_of

@@ -24,7 +24,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ...devices import is_symbolic
+from ...emulation.machine import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, ignore_if_empty, memory_of

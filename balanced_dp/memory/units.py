@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 
 _PREFIXES = "BKMGT"
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT](?:I?B)?|B)?\s*", re.ASCII | re.IGNORECASE)

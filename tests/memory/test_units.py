@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp import ArgumentError
-from balanced_dp.units import format_bytes, parse_bytes
+from balanced_dp.memory.units import format_bytes, parse_bytes
 
 FACTORS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

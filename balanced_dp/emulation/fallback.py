@@ -1,0 +1,66 @@
+"""The GPUs of this machine, or emulated devices in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ..devices import resolve_devices
+from ..split import as_integer
+from .context import emulate_devices
+
+
+def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[torch.device]:
+    """Return the GPUs that ``training_devices`` provides; none if it emulates devices."""
+    found = [] if emulate else resolve_devices(None)
+    return found[:num_devices] if len(found) >= (num_devices or 2) else []
+
+
+def training_devices(
+    num_devices: int | None = None,
+    *,
+    memory: int | str | Sequence[int | str] | None = None,
+    symbolic: bool = False,
+    as_cuda: bool = False,
+    emulate: bool = False,
+) -> AbstractContextManager[Sequence[torch.device]]:
+    """Provide the GPUs of this machine, or emulated devices if there are too few.
+
+    With ``num_devices``, they are the first GPUs if there are that many, otherwise emulated
+    devices. Without it, they are all GPUs if there are two or more, otherwise four emulated
+    devices. GPUs can be accelerators of any type. Inside ``emulate_devices``, its devices take the
+    place of the GPUs.
+
+    Emulated devices end with the ``with`` block. Copy tensors that are needed later to the CPU.
+
+    Args:
+        num_devices: number of devices, at least 1. None means all GPUs, or four emulated devices.
+        memory: capacity of emulated devices, as in ``emulate_devices``. GPUs keep theirs.
+        symbolic: whether emulated devices keep shapes only, as in ``emulate_devices``.
+        as_cuda: whether emulated devices are named as CUDA's, as in ``emulate_devices``.
+        emulate: whether to emulate devices even if there are GPUs.
+
+    Returns:
+        A context manager that yields the devices. Move the module to the first one, and pass them
+        all as ``device_ids``, which may be omitted if ``num_devices`` is.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid.
+        EmulationError: an ``emulate_devices`` context with fewer devices is open.
+
+    Examples:
+        >>> with training_devices(2) as devices:
+        ...     model = torch.nn.Linear(8, 1).to(devices[0])
+        ...     model = BalancedDataParallel(1, model, device_ids=devices)
+        ...     model.split(8)
+        ...     del model
+        (1, 7)
+    """
+    if num_devices is not None:
+        num_devices = as_integer("num_devices", num_devices, minimum=1)
+    if found := accelerators(num_devices, emulate):
+        return nullcontext(found)
+    num = num_devices or 4
+    return emulate_devices(num, memory=memory, symbolic=symbolic, as_cuda=as_cuda)
