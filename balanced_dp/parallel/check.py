@@ -48,8 +48,7 @@ class CheckResult:
         if not self.num_compared:
             return f"{what}: forward returned no floating-point tensor to compare"
         if sum(map(bool, self.chunk_sizes)) < 2:
-            fact = f"{what}: the batch is not split, so nothing can differ"
-            return f"{fact}; give a larger one, or two devices, such as device_ids=['cpu', 'cpu']"
+            return f"{what}: not split, so nothing can differ; give a larger batch or two devices"
         if not self.differences:
             return f"{what}: all equal the whole batch's"
         width = max(len(one.what) for one in self.differences)

@@ -330,6 +330,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "entries by their number": lambda n, x, o: (o.square() / o.numel()).sum(),
     "rows by length, in parts": lambda n, x, o: (rows(o) / len(x) + o.sum(1) / len(x)).sum(),
     "expanded": lambda n, x, o, ignored: F.cross_entropy(o, ignored).expand(len(x)).mean(),
+    "expanded, alone": lambda n, x, o, y: rows(o)[y > 1].mean().expand(len(x)).mean(),
     "pairs of selected": lambda n, x, o, y: F.normalize(o[y > 0] @ o[y > 0].T).mean(),
     "scaled entries": lambda n, x, o: (0.3 * o.square()).sum(),
     "summed twice": lambda n, x, o, mask: (o * mask[:, None] / (5 * mask.sum())).sum(1).sum(),
@@ -409,6 +410,9 @@ UNSEEN: dict[str, Callable[..., Any]] = {
     "a learned number less a statistic": lambda n, x, o: (
         rows(o).mean() + (n.scale.exp() - x.std()).square()
     ),
+    "rows beside a mean of selected ones": lambda n, x, o, y: (
+        rows(o)[y > 1].mean() + rows(o)
+    ).mean(),
     "sum plus a number": lambda n, x, o: o.square().sum() + 1,
     "mixup of the inputs": lambda n, x, o, real: F.mse_loss(n.head((x + x.flip(0)) / 2), real),
 }

@@ -135,14 +135,15 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
         return ""
     shapes, size = list(starmap(shape_of, inputs[0])), max(sizes)
     entries = inputs[0][sizes.index(size)][0]
+    name, is_even = operator_name(entries), len({*sizes}) == 1
+    behind = [shape_of(*edge) for edge in entries.next_functions if edge[0]]
+    repeats = name == "Expand" or (name in ("Stack", "Cat") and is_even)
     are_samples = follow([*map(math.prod, shapes)], sizes)
-    if len({*sizes}) == 1:  # a mean may be over all tokens
+    are_samples &= not (repeats and 1 in map(math.prod, behind))
+    if is_even:  # a mean may be over all tokens
         are_samples &= any((n % size if code == 1 else n - size) == 0 for n in shapes[0])
-        name = operator_name(entries)
-        behind = [shape_of(*edge) for edge in entries.next_functions if edge[0]]
         reduced = dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
-        are_samples &= name not in ("Stack", "Cat", "Expand") or 1 not in map(math.prod, behind)
     if not are_samples:
         raise UnclearError("its number of entries does not follow that of samples")
     return "mean" if code == 1 else _kind_of_sum(entries)
