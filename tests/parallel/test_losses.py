@@ -111,7 +111,10 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
     ("name", "reason"),
     [
         ("perplexity", "it uses Exp, not only means over samples"),
-        ("hits", "it has no graph. It is averaged over samples. Return its parts .* or rows"),
+        (
+            "hits",
+            "it has no graph. All but cross entropies is averaged. Return its parts .* or rows",
+        ),
         ("sum by a mean", "it uses Div, not only means over samples"),
         ("selected", "its number of entries does not follow that of samples"),
         ("sum and mean", "its means and sums have different weights"),

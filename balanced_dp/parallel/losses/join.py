@@ -108,7 +108,7 @@ class Call:
         rows = list(zip(*self.counted, strict=False))
         loss = self._composition_of(outputs, key, rows)
         if loss.unclear:
-            self.warn(name, loss.unclear, f"It is averaged over samples. {_REMEDY}")
+            self.warn(name, loss.unclear, f"All but cross entropies is averaged. {_REMEDY}")
         total = torch.zeros((), dtype=outputs[0].dtype, device=device)
         for place, factor, paths in loss.parts:
             own = rows[place]
