@@ -62,6 +62,7 @@ def test_blocks_print_what_is_shown(code, output, capsys):
         assert printed == output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="each of 4 ranks takes a GPU")
 def test_the_script_of_ranks_runs(tmp_path):
     [(_, script, _)] = OF_RANKS
@@ -95,6 +96,7 @@ def losses_of(script, capsys, num_devices=4):
     return [float(loss) for loss in re.findall("loss (.+)", capsys.readouterr().out)]
 
 
+@pytest.mark.slow
 def test_the_training_script_before_and_after(tmp_path, monkeypatch, capsys):
     [(page, script, _)] = SCRIPTS
     monkeypatch.chdir(tmp_path)

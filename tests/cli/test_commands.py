@@ -121,6 +121,7 @@ def test_devices_and_capacities_are_as_asked(invoke):
     assert any(option["device_weights"] for option in report["options"])
 
 
+@pytest.mark.slow
 def test_the_demo_trains_the_same_three_times(folder, invoke):
     encoded, num_characters = encoded_text()
     assert 400_000 < len(encoded) < 800_000 and 50 < num_characters < 200

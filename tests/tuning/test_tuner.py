@@ -78,6 +78,7 @@ def test_what_trying_everything_finds(name, num_devices, batch_size):
         assert all(meter.measure(split_batch(more, num_devices, v)).out_of_memory for v in values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["char_transformer", "mixture_of_experts"])
 def test_weights_use_what_gpu0_bsz_cannot(name):
     needed = max(map(max, try_all(SMALL[name](), 64, 3).values()))
@@ -152,6 +153,7 @@ def test_devices_that_are_given_are_measured_on():
             tuned(workload, batch_size, [capacity] * 3, devices=list(devices))
 
 
+@pytest.mark.slow
 def test_alternatives_may_fit_where_no_batch_runs():
     """Tune ended as soon as no batch ran with the parameters on device 0."""
     with emulate_devices(4, symbolic=True, memory="240MiB") as devices:

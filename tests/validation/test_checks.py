@@ -82,6 +82,7 @@ def test_gradients_on_emulated_devices(no_accelerator):
     )
 
 
+@pytest.mark.slow
 def test_how_many_devices(stand_in):
     for num_devices, emulate in ((5, False), (3, True)):
         result = validate(num_devices, workload=WORKLOAD, emulate=emulate)
