@@ -7,10 +7,9 @@ entropies.
                   \
                    neg  <-  cross entropy
 
-On the way, terms may only be added up and multiplied by numbers. Those of Python are read on the
-host, without waiting for a device. A tensor may divide a sum if it is an argument of the call, or
-the sum of the mask that multiplies the entries. Nobody's code runs again. The graphs of the
-replicas are followed side by side: they differ only in the number of samples.
+On the way, terms may only be added up, multiplied by numbers of Python, and divided by arguments of
+the call. No value is read from a device, and nobody's code runs again. The graphs of the replicas
+are followed side by side: they differ only in the number of samples.
 
 Beyond the reductions, ``how_samples_mix`` looks for operators that compute samples of a chunk from
 each other.

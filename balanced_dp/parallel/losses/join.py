@@ -6,11 +6,11 @@ means over the targets t_ik that they count: l_i = m_i + sum_k a_k c_ik (see ``g
     loss = sum_i n_i m_i / sum_i n_i + sum_k a_k sum_i t_ik c_ik / sum_i t_ik.
 
 The m_i are what is left of the l_i without the c_ik, whose values are known. They may also be sums,
-which add up, as cross entropies may, or masked means: then n_i is the sum of the mask. Whatever
-else is in a loss is averaged by samples, with one warning.
+which add up, as cross entropies may. Whatever else is in a loss is averaged by samples, with one
+warning.
 
 Without gradients, a cross entropy is joined by its counts, and another output as in the last call
-with gradients. Before the first, a multiple of a summed cross entropy adds up.
+with gradients. Before the first, values show which outputs are multiples of a cross entropy.
 """
 
 from __future__ import annotations
