@@ -96,9 +96,10 @@ class Search:
     def allows(self, split: Split) -> bool:
         """Return whether all replicas can train on their chunks, and no device should run out."""
         ran = self._ran() if self.is_careful else {}
-        nearest = min(max(split[0], min(ran, default=0)), max(ran, default=0))
-        # No device would be more than full if all that it holds were samples.
-        chunks = zip(ran.get(nearest, ()), self.split(nearest), split, strict=False)
+        # Between values that ran, no device holds more than it has held. Beyond them, its memory
+        # grows at most in proportion to its samples.
+        end = min(max(split[0], min(ran, default=0)), max(ran, default=0))
+        chunks = zip(ran.get(end, ()), self.split(end), split, strict=False)
         is_safe = all(full * new <= old for full, old, new in chunks if new > old)
         return is_safe and not any(0 < chunk < self.smallest for chunk in split)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import BalanceWarning
 from . import nested
@@ -81,9 +81,9 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         twin.gpu0_bsz = parallel.gpu0_bsz  # a number, so that "auto" does not change
         twin.gathers_outputs, twin.spread = True, False
         batches = (twin.scatter(*_copied(inputs, kwargs), twin.devices[:1]) for _ in range(2))
-        whole, again = (_results(twin, twin.module(*args, **kw)) for [args], [kw] in batches)
+        whole, again = (_results(twin.module, twin.module(*args, **kw)) for [args], [kw] in batches)
         inputs, kwargs = _copied(inputs, kwargs)
-        split = _results(twin, twin(*inputs, **kwargs))
+        split = _results(twin.module, twin(*inputs, **kwargs))
     reasons = [str(one.message).partition("the whole batch: ")[2] for one in told]
     causes = [reason.partition(". ")[0] for reason in reasons if reason]
     cause = "; ".join(causes) or "samples of a chunk are computed from each other"
@@ -104,7 +104,7 @@ def _copied(*values: Any) -> Any:
     return nested.replaced(values, copies)
 
 
-def _results(parallel: Any, outputs: Any) -> dict[str, Tensor]:
+def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
     """Return floating outputs, and gradients of a sum in which each entry counts differently."""
     found = {
         f"output {path or '(the whole)'}": leaf
@@ -112,10 +112,10 @@ def _results(parallel: Any, outputs: Any) -> dict[str, Tensor]:
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     }
     if roots := [output for output in found.values() if output.requires_grad]:
-        parallel.zero_grad()
+        module.zero_grad()
         weights = [torch.linspace(1, 2, root.numel()).to(root).view_as(root) for root in roots]
         torch.autograd.backward(roots, weights)  # in full, as reentrant checkpoints need it
-        named = parallel.module.named_parameters()
+        named = module.named_parameters()
         found |= {f"gradient of {n}": p.grad for n, p in named if p.grad is not None}
     return {name: value.detach() for name, value in found.items() if value.numel()}
 

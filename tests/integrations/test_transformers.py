@@ -142,7 +142,7 @@ def test_the_balancing_loss_of_experts_warns(tmp_path):
     trainer = make_trainer(tmp_path, family="mixtral", arguments={"max_steps": 1})
     trainer.model.config.output_router_logits = True
     trainer.model.router_aux_loss_coef = 1.0
-    with pytest.warns(BalanceWarning, match="All but cross entropies is averaged"):
+    with pytest.warns(BalanceWarning, match="All but its cross entropies is averaged"):
         trainer.train()
 
 

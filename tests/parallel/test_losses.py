@@ -30,6 +30,7 @@ from . import loss_cases
 from .loss_cases import (
     EXACT,
     IGNORED,
+    INDEX,
     REAL,
     TOKENS,
     UNCLEAR,
@@ -113,11 +114,11 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
         ("perplexity", "it uses Exp, not only means over samples"),
         (
             "hits",
-            "it has no graph. All but cross entropies is averaged. Return its parts .* or rows",
+            "it has no graph. It is averaged by samples. Return its parts .* or rows",
         ),
         ("sum by a mean", "it uses Div, not only means over samples"),
         ("selected", "its number of entries does not follow that of samples"),
-        ("sum and mean", "its means and sums have different weights"),
+        ("sum and mean", "it adds means to sums over samples"),
         ("normalized weights", "a scaled sum in it may be divided by another number"),
     ],
 )
@@ -272,7 +273,7 @@ class Labelled(nn.Module):
         if labels is None:
             return x
         is_counted, losses = labels != -100, rows(x)
-        loss = (losses * is_counted).sum().div(float(is_counted.sum()) or 1.0)
+        loss = (losses * is_counted).sum() / is_counted.sum()  # 0 / 0 in a chunk of IGNORED
         smoothed = functional.cross_entropy(x, labels, label_smoothing=0.1)
         return {"loss": loss, "smoothed": smoothed, "mean": losses.mean(), "logits": x}
 
@@ -289,8 +290,10 @@ def test_loss_weight_gets_the_arguments_that_it_names(loss_weight):
     x = X.clone().requires_grad_()
     expected = Labelled()(x, IGNORED)
     for found in (model(x, IGNORED), model(x=x, labels=IGNORED)):
-        torch.testing.assert_close(found["loss"], expected["loss"])
-        torch.testing.assert_close(found["smoothed"], expected["smoothed"])
+        for name in ("loss", "smoothed"):
+            torch.testing.assert_close(found[name], expected[name])
+            pair = (torch.autograd.grad(o[name], x, retain_graph=True) for o in (found, expected))
+            torch.testing.assert_close(*pair)
     torch.testing.assert_close(model(X), X)  # no loss, nothing to weigh
 
 
@@ -511,12 +514,15 @@ def test_divided_entries_are_no_sum_for_an_argument():
     assert step(model, bare, True, given_to(EXACT["masked, by an argument"]))[1]
 
 
-@pytest.mark.parametrize("name", ["ignored", "scaled"])
-def test_cross_entropies_in_inference_mode(name):
+@pytest.mark.parametrize(
+    ("name", "first"), [("ignored", True), ("ignored", False), ("scaled", True), ("summed", False)]
+)
+def test_cross_entropies_in_inference_mode(name, first):
     """As Lightning evaluates: they were averaged by samples."""
-    model, bare = make(EXACT[name])
-    given = given_to(EXACT[name])
-    for has_gradients in (True, False):
+    losses = {**EXACT, "summed": lambda n, x, o, ignored: loss_cases.summed(o, ignored)}
+    model, bare = make(losses[name])
+    given = given_to(losses[name])
+    for has_gradients in (first, False):
         with torch.inference_mode(not has_gradients):
             assert step(model, bare, has_gradients, given) == (True, [])
 
@@ -674,9 +680,41 @@ def test_a_write_in_inference_mode(gpu0_bsz):
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_a_multiple_of_a_sum_may_come_without_gradients_first(gpu0_bsz):
     """Trainer.evaluate() before train(), with the loss of transformers; a chunk had no targets."""
-    loss = EXACT["sum by a number"]
+    model, bare = make(
+        lambda n, x, o, ignored, items: loss_cases.summed(o, ignored) / items, gpu0_bsz
+    )
+    given = {"x": X, "ignored": IGNORED, "items": torch.tensor(8)}
+    assert step(model, bare, False, given) == (True, [])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o, y, real: functional.cross_entropy(o, y) + functional.mse_loss(o, real),
+        lambda n, x, o, y, real: loss_cases.summed(o, y) / (len(y) * 4),
+        lambda n, x, o, y, real: -loss_cases.summed(o, y) / len(y),
+    ],
+)
+@pytest.mark.parametrize(("gpu0_bsz", "size"), [(1, 13), (None, 12)])
+def test_values_alone_may_not_tell_what_a_loss_is(loss, gpu0_bsz, size):
+    """Where all but one chunk had no targets, or a number divided a sum in chunks of one size."""
     model, bare = make(loss, gpu0_bsz)
-    assert step(model, bare, False, given_to(loss)) == (True, [])
+    given = {"x": X[:size], "y": Y[:size].where(INDEX[:size] > 9, -100), "real": REAL[:size]}
+    is_exact, told = step(model, bare, False, given)
+    assert is_exact or told
+
+
+def test_a_divisor_of_one_entry_beside_another_term():
+    """It made the terms vectors, which were not joined."""
+    given = {"x": X, "y": Y, "real": REAL, "items": torch.tensor([7.0]).double()}
+    model, bare = make(
+        lambda n, x, o, y, real, items: (
+            loss_cases.summed(o, y) / items + functional.mse_loss(o, real)
+        ),
+        broadcast=("items",),
+    )
+    for has_gradients in (True, False):
+        assert step(model, bare, has_gradients, given) == (True, [])
 
 
 @pytest.mark.filterwarnings("ignore::balanced_dp.BalanceWarning")

@@ -1,9 +1,9 @@
 """Count the targets of cross entropies where torch computes them.
 
 While replicas run, two functions of torch are replaced by ones that also count. They return torch's
-own tensors, but 0 for a mean over no targets, which is NaN. It is NaN again in the joined loss if
-no replica has any. Autograd saves the count, too (``_saved_total_weight``), but not without
-gradients or with smoothed labels.
+own tensors. A mean over no targets is NaN; it is set to 0, and the joined loss is NaN if no replica
+has any. Autograd saves the count, too (``_saved_total_weight``), but not without gradients or with
+smoothed labels.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class Counted:
     result: Tensor
     version: int
 
-    @property
     def compares_samples(self) -> bool:
-        """Whether the targets are the numbers of the rows. This waits for them."""
+        """Return whether the targets are the numbers of the rows, in any order. Waits for them."""
         return self.target is not None and sorted(self.target.tolist()) == [
             *range(len(self.target))
         ]
@@ -135,9 +134,9 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
                 ignore_if_empty([loss.grad_fn], [count])
         version = 0 if loss.is_inference() else loss._version
-        pairs = target if input.shape == 2 * target.shape else None
+        square = target if input.shape == 2 * target.shape else None  # (N, N) and (N,)
         value = loss.clone()  # the loss may be written to
-        found.append(Counted(kind, count, pairs, value, loss.grad_fn, result, version))
+        found.append(Counted(kind, count, square, value, loss.grad_fn, result, version))
         return loss
 
     _register_builtin(compute, f"aten::{function.__name__}")  # for torch.jit.script in forward
@@ -160,10 +159,10 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
 
 
 def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Replace gradients that are 0 / 0, of means and sums on replicas whose weight is 0, by 0."""
-    for node, weight in zip(nodes, weights, strict=False):
-        if node and isinstance(weight, Tensor):
-            node.register_hook(functools.partial(_zero_if_empty, weight == 0))
+    """Let nodes of replicas whose weight is 0 return gradients of 0 where they are 0 / 0."""
+    for node, weight in zip(nodes, weights, strict=True):
+        if node and (isinstance(weight, Tensor) or weight == 0):
+            node.register_hook(functools.partial(_zero_if_empty, torch.as_tensor(weight == 0)))
 
 
 def _zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:

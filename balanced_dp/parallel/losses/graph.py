@@ -56,8 +56,8 @@ class Composition:
     """What a loss is the sum of.
 
     Attributes:
-        parts: its cross entropies: how many of the call came before each, its factor, and the
-            dotted paths of the arguments that divide it.
+        parts: the place of each cross entropy among those of the call, its factor, and the dotted
+            paths of the arguments that divide it.
         kinds: at most one item: whether the rest is a ``"mean"`` over samples or a ``"sum"``.
         unclear: why the rest may be something else, or "".
     """
@@ -78,7 +78,7 @@ def composition_of(
     Args:
         losses: the loss of each replica.
         sizes: their chunk sizes.
-        counted: by the nodes of each cross entropy, how many of the call came before, and its kind.
+        counted: for the nodes of each cross entropy, its place and its kind.
         path_of: returns the dotted path of the argument of the call that tensors are, or "".
     """
     if any(loss.grad_fn is None for loss in losses):
@@ -97,7 +97,7 @@ def composition_of(
                     found.kinds.add("mean")  # the same number on all, as a loss that was joined
                 elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, bool(paths))
-                    if kind == reduction:
+                    if kind == reduction:  # a sum divided by its samples is a mean over them
                         found.parts.append((place, factors[0], paths))
                     else:
                         found.kinds.add(kind)
@@ -111,7 +111,7 @@ def composition_of(
             except UnclearError as error:
                 found.unclear = found.unclear or str(error)
     if len(found.kinds) > 1:
-        found.unclear = found.unclear or "its means and sums have different weights"
+        found.unclear = found.unclear or "it adds means to sums over samples"
     if found.unclear:
         found.kinds = {"mean"}
     return found
@@ -127,21 +127,21 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     """
     if len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
         raise UnclearError("the replicas computed it differently, as by a branch")
-    code = {"Mean": 1, "Sum": 2}.get(operator_name(nodes[0]), _saved(nodes[0], "reduction"))
+    code = {"Mean": 1, "Sum": 2}.get(_operator_name(nodes[0]), _saved(nodes[0], "reduction"))
     inputs = _inputs_with_graph(nodes)
     # A cross entropy that was not counted is over an unknown number of targets.
     if code not in REDUCTIONS or not inputs or hasattr(nodes[0], "_saved_ignore_index"):
         return ""
-    shapes, size = list(starmap(shape_of, inputs[0])), max(sizes)
+    shapes, size = list(starmap(_shape_of, inputs[0])), max(sizes)
     entries = inputs[0][sizes.index(size)][0]
-    name, is_even = operator_name(entries), len({*sizes}) == 1
-    behind = [shape_of(*edge) for edge in entries.next_functions if edge[0]]
+    name, is_even = _operator_name(entries), len({*sizes}) == 1
+    behind = [_shape_of(*edge) for edge in entries.next_functions if edge[0]]
     repeats = name == "Expand" or (name in ("Stack", "Cat") and is_even)
-    are_samples = follow([*map(math.prod, shapes)], sizes)
+    are_samples = _follow([*map(math.prod, shapes)], sizes)
     are_samples &= not (repeats and 1 in map(math.prod, behind))
     if is_even:  # a mean may be over all tokens
         are_samples &= any((n % size if code == 1 else n - size) == 0 for n in shapes[0])
-        reduced = dims_of(entries) if name in ("Mean", "Sum") else ()
+        reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
     if not are_samples:
         raise UnclearError("its number of entries does not follow that of samples")
@@ -152,7 +152,7 @@ def _kind_of_sum(entries: Any) -> str:
     """Return whether entries that are added up are products or quotients, or sums of these."""
     found = [entries]
     for node in found:
-        name = operator_name(node)
+        name = _operator_name(node)
         if name in ("Mul", "Div"):
             return "scaled sum" if name == "Mul" else "divided sum"
         if name in ("Add", "Sub", "Rsub", "Neg", "Sum") or _KEEPS.fullmatch(name):
@@ -160,13 +160,11 @@ def _kind_of_sum(entries: Any) -> str:
     return "sum"
 
 
-def _kind_of(
-    reduction: str, factors: Sequence[float], sizes: Sequence[int], is_divided: bool
-) -> str:
+def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divided: bool) -> str:
     """Return whether a multiple of a reduction is a mean over samples or a sum.
 
     Args:
-        reduction: the reduction.
+        name: which reduction it is.
         factors: the number that multiplies it on each replica.
         sizes: the chunk sizes.
         is_divided: whether an argument divides it.
@@ -177,17 +175,18 @@ def _kind_of(
     is_even, is_constant = len({*sizes}) == 1, are_equal(factors)
     products = [factor * n for factor, n in zip(factors, sizes, strict=True)]
     is_mean = are_equal(products) and (not is_even or (sizes[0] > 2 and _is_one(products)))
-    if is_constant if reduction == "mean" else is_mean:
+    if (name == "mean" and is_constant) or (name != "mean" and is_mean):
         return "mean"
+    adds_up = name == "sum" or (name == "scaled sum" and is_divided)
     # In chunks of one size, a number other than 1 may be that of samples.
-    is_sum = not is_even or (_is_one(factors) and (sizes[0] > 1 or is_divided))
-    if is_constant and is_sum and reduction in ("sum", "scaled sum" if is_divided else "sum"):
+    is_known = not is_even or (_is_one(factors) and (sizes[0] > 1 or is_divided))
+    if adds_up and is_constant and is_known:
         return "sum"
-    raise UnclearError(f"a {reduction} in it may be divided by another number")
+    raise UnclearError(f"a {name} in it may be divided by another number")
 
 
 def _divisor_of(node: Any) -> Any:
-    return _saved(node, "other") if operator_name(node) == "Div" else None
+    return _saved(node, "other") if _operator_name(node) == "Div" else None
 
 
 def _multipliers(node: Any) -> Sequence[float]:
@@ -196,7 +195,7 @@ def _multipliers(node: Any) -> Sequence[float]:
     Raises:
         UnclearError: it does more than to add them up or multiply them by numbers.
     """
-    name, alpha = operator_name(node), getattr(node, "_saved_alpha", 1)
+    name, alpha = _operator_name(node), getattr(node, "_saved_alpha", 1)
     signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
     if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
         return [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
@@ -241,12 +240,12 @@ def _is_one(numbers: Sequence[float]) -> bool:
     return are_equal([1, *map(abs, numbers)])
 
 
-def follow(counts: Sequence[int], sizes: Sequence[int]) -> bool:
+def _follow(counts: Sequence[int], sizes: Sequence[int]) -> bool:
     """Return whether numbers of entries follow the chunk sizes."""
     return [n * sizes[0] for n in counts] == [size * counts[0] for size in sizes]
 
 
-def shape_of(node: Any, number: int = 0) -> Sequence[int]:
+def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
     """Return the shape of an output of the operator of a node.
 
     Raises:
@@ -258,14 +257,14 @@ def shape_of(node: Any, number: int = 0) -> Sequence[int]:
     return tuple(metadata.shape)
 
 
-def operator_name(node: Any) -> str:
+def _operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
     name: str = node.name().rpartition("::")[2]
     # One of a custom function stays whole, as it may be that of an operator.
     return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
 
 
-def dims_of(node: Any) -> Sequence[int]:
+def _dims_of(node: Any) -> Sequence[int]:
     """Return the dimensions along which an operator goes; negative ones count from the end."""
     dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
     dims = dims if isinstance(dims, tuple) else (dims,)
@@ -293,7 +292,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             if node in seen or node is nodes[-1] or len(set(map(type, nodes))) > 1:
                 continue
             seen.add(node)
-            shapes = list(starmap(shape_of, edges))
+            shapes = list(starmap(_shape_of, edges))
             # Up to its reductions, which are joined, a loss has the same shapes on all.
             is_alike = shapes.count(shapes[0]) == len(shapes)
             is_loss = is_loss and is_alike
@@ -301,15 +300,15 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             stack += [(own, is_loss) for own in known]
             if is_loss or isinstance(node, BackwardCFunction) or node.name() == "CopySlices":
                 continue
-            name = operator_name(node)
+            name = _operator_name(node)
             differing = [own for own in zip(*shapes, strict=False) if len({*own}) > 1]
             are_pairs = len(differing) > 1 and len(_axes(shapes, sizes)) > 1
             are_pairs |= not num_pairs.isdisjoint(differing)
             if are_pairs and not _SELECTS.fullmatch(name):
                 return f"{name} computes a number for each pair of samples"
-            along = dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
+            along = _dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
             along = (-2,) if name.startswith("ScaledDotProduct") else along
-            inputs = [list(starmap(shape_of, own)) for own in known if is_alike or along]
+            inputs = [list(starmap(_shape_of, own)) for own in known if is_alike or along]
             axes = {axis for own in inputs for axis in _axes(own, sizes)}
             if is_alike and axes and not _SELECTS.fullmatch(name):
                 return f"{name} reduces the samples of each chunk"
@@ -321,4 +320,4 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
 def _axes(shapes: Iterable[Sequence[int]], sizes: Sequence[int]) -> list[int]:
     """Return the dimensions whose lengths follow the numbers of samples of the replicas."""
     lengths = enumerate(zip(*shapes, strict=False))
-    return [axis for axis, own in lengths if own[0] and follow(own, sizes)]
+    return [axis for axis, own in lengths if own[0] and _follow(own, sizes)]

@@ -47,9 +47,10 @@ class OutputHistory:
 
     Attributes:
         losses: by function and path of an output, what it was the sum of in the last call with
-            gradients, and the form of that call.
-        seen: functions and cross entropies, which are looked at once, outputs that were joined as
-            numbers, and what was warned of: paths of inputs, and outputs as a warning calls them.
+            gradients, and the form of that call: how many cross entropies and which arguments.
+        seen: functions whose graphs were searched, for both kinds of splits; outputs that were
+            joined as numbers; and what was warned of: paths of inputs, and outputs as a warning
+            calls them.
     """
 
     losses: dict[Any, tuple[Composition, Any]] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class Call:
         dim: the batch dimension.
         scalar_outputs: how they are joined, as in ``BalancedDataParallel``. With ``"auto"``, the
             graph is followed to the means and sums of losses.
-        loss_weight: the weight of each replica's losses; if None, the graph determines it.
+        loss_weight: returns the weight of a replica's losses; if None, the graph determines it.
         arguments: the arguments of each replica.
         counted: the cross entropies of each replica; empty if none are counted.
     """
@@ -108,19 +109,19 @@ class Call:
         rows = list(zip(*self.counted, strict=False))
         loss = self._composition_of(outputs, key, rows)
         if loss.unclear:
-            self.warn(name, loss.unclear, f"All but cross entropies is averaged. {_REMEDY}")
+            what = "All but its cross entropies" if loss.parts else "It"
+            self.warn(name, loss.unclear, f"{what} is averaged by samples. {_REMEDY}")
+        weights = [None if own[0].kind == "sum" else [one.count for one in own] for own in rows]
+        if len(loss.parts) == 1 and not loss.kinds:  # nothing but a multiple of a cross entropy
+            return joined(outputs, weights[loss.parts[0][0]], device)
         total = torch.zeros((), dtype=outputs[0].dtype, device=device)
         for place, factor, paths in loss.parts:
-            own = rows[place]
-            counts = [one.count for one in own] if own[0].kind == "mean" else None
-            if len(loss.parts) == 1 and not loss.kinds:  # nothing but a multiple of it
-                return joined(outputs, counts, device)
-            values = [one.value * factor for one in own]
+            values = [one.value * factor for one in rows[place]]
             for path in paths:
                 by = [dict(nested.leaves(arguments))[path] for arguments in self.arguments]
-                values = [value / divisor for value, divisor in zip(values, by, strict=True)]
+                values = [v / torch.as_tensor(n).view(()) for v, n in zip(values, by, strict=True)]
             outputs = [o - value.to(o.dtype) for o, value in zip(outputs, values, strict=True)]
-            total = total + joined(values, counts, device)
+            total = total + joined(values, weights[place], device)
         return total + joined(outputs, None if loss.kinds == {"sum"} else sizes, device)
 
     def is_number(self, tensor: Tensor, name: str) -> bool:
@@ -133,20 +134,21 @@ class Call:
         return not tensor.dim() or (tensor.numel() == 1 and (is_of_several or has_been))
 
     def _composition_of(self, outputs: Tensors, key: Any, rows: Rows) -> Composition:
-        for place, own in enumerate(rows):
-            if all(one.is_(output) for one, output in zip(own, outputs, strict=True)):
-                return Composition([(place, 1.0, ())])
         leaves = nested.leaves(self.arguments[0])
         form = len(rows), {path for path, value in leaves if value is not None}
-        if torch.is_grad_enabled():
-            places = {
-                tuple(one.node for one in own): (i, own[0].kind) for i, own in enumerate(rows)
-            }
-            loss = composition_of(outputs, self.chunk_sizes, places, self._path_of)
-            self.history.losses[key] = (loss, form)
-            return loss
+        equal = [all(map(Counted.is_, own, outputs)) for own in rows]
         loss, known = self.history.losses.get(key, (Composition(), None))
-        return loss if known == form else self._by_value(outputs, rows)
+        if any(equal):
+            loss = Composition([(equal.index(True), 1.0, ())])
+        elif torch.is_grad_enabled():
+            nodes = [tuple(one.node for one in own) for own in rows]
+            counted = {own: (i, rows[i][0].kind) for i, own in enumerate(nodes)}
+            loss = composition_of(outputs, self.chunk_sizes, counted, self._path_of)
+        elif form != known:
+            return self._by_value(outputs, rows)
+        if torch.is_grad_enabled():
+            self.history.losses[key] = (loss, form)
+        return loss
 
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
         """Return the cross entropy of which values are a multiple. This waits for them.
@@ -154,13 +156,14 @@ class Call:
         The loss of transformers is one, and a Trainer may evaluate before it trains. In inference
         mode, only its value tells that an output is a cross entropy.
         """
+        numbers = [1.0, *(float(t) for t in nested.tensors(self.arguments[0]) if t.numel() == 1)]
         for place, own in enumerate(rows):
             pairs = [(float(o), float(one.value)) for o, one in zip(outputs, own, strict=True)]
-            factors = [output / value for output, value in pairs if value]
-            # In chunks of one size, a number may be that of samples.
-            numbers = [1, *(x * self.chunk_sizes[0] for x in factors)]
-            is_mean = own[0].kind == "sum" and are_equal(numbers, 1e-6)
-            if factors and are_equal(factors, 1e-6) and not is_mean:
+            factor = next((output / value for output, value in pairs if value), 0.0)
+            # A sum may be divided by a number of each chunk, unless that is an argument.
+            is_known = own[0].kind == "mean"
+            is_known |= any(are_equal([1, abs(factor * x)], 1e-6) for x in numbers)
+            if factor and is_known and all(are_equal([o, v * factor], 1e-6) for o, v in pairs):
                 return Composition([(place, 1.0, ())])
         return Composition(unclear=_NOT_SHOWN)
 
@@ -214,22 +217,22 @@ class Call:
     def look_for_mixing(self, outputs: Sequence[Any]) -> None:
         """Warn if samples of a chunk are computed from each other.
 
-        The first call with gradients is searched, and the first with chunks of different size.
-        Chunks of one size only show cross entropies whose targets are the rows.
+        This is looked for once in chunks of different sizes, and once in chunks of one size, which
+        show it only by a cross entropy whose targets are the rows.
         """
         sizes, is_even = self.chunk_sizes, len({*self.chunk_sizes}) < 2
         key = self._code, is_even
-        is_seen = key in self.history.seen or len(sizes) < 2 or is_symbolic(self.devices[0])
-        if is_seen or not torch.is_grad_enabled():
+        if key in self.history.seen or len(sizes) < 2 or is_symbolic(self.devices[0]):
             return
         leaves = zip(*map(nested.tensors, outputs), strict=False)
         found = [own for own in leaves if all(one.grad_fn for one in own)]
-        if found:
-            self.history.seen.add(key)
+        if not found:
+            return
+        self.history.seen.add(key)
         if is_even:
             rows = zip(*self.counted, strict=False)
-            compares = any(all(one.compares_samples for one in own) for own in rows)
-            how = "a cross entropy compares samples" if compares else ""
+            compares = any(all(map(Counted.compares_samples, own)) for own in rows)
+            how = "the targets of a cross entropy are the rows, as in comparisons" * compares
         else:  # two replicas show it first, in half the time; the others confirm it
             ends = [sizes.index(min(sizes)), sizes.index(max(sizes))]
             pairs = [[own[i] for i in ends] for own in found]

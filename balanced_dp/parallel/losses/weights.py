@@ -26,7 +26,8 @@ def joined(tensors: Tensors, weights: Sequence[Any] | None, device: torch.device
     """Return the sum or the weighted mean of 0-dim tensors, on ``device``.
 
     Args:
-        tensors: a mean over each chunk. Where the weight is 0, it is ignored, also if it is 0 / 0.
+        tensors: a mean or a sum over each chunk. Where the weight is 0, it is ignored, also if it
+            is 0 / 0. If all weights are 0, the result is NaN.
         weights: for each, a number or a 0-dim tensor, which is not read: that would wait for its
             device. None adds the tensors up.
         device: the device of the result.
