@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import ArgumentError
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, that of a shell."""
+"""The exit code after Ctrl-C, as in a shell."""
 
 
 def check_script(name: str, is_module: bool) -> None:

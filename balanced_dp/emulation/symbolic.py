@@ -44,7 +44,7 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
 
 
 class UnknownStorage(torch.UntypedStorage):
-    """A storage without data. As safetensors asks for it, it has an address of its own."""
+    """A storage without data. It has its own address, because safetensors asks for it."""
 
     def data_ptr(self) -> int:
         """Return a number that no other storage has."""

@@ -382,7 +382,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return self._replicator.copies.shared()
 
     accumulate = no_sync = shared_weights
-    """The same for gradient accumulation, and under the name of ``DistributedDataParallel``."""
+    """Aliases: one for gradient accumulation, and the name in ``DistributedDataParallel``."""
 
     def homes(self) -> dict[str, torch.device]:
         """Return the device that keeps each parameter, by name."""

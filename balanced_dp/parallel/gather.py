@@ -24,7 +24,7 @@ class Gather:
     - Tensors are concatenated along the batch dimension if the shapes differ in it alone, or if its
       size is the same multiple of the chunk size everywhere. Otherwise they are concatenated along
       the only dimension that follows the chunk sizes, as in states of RNNs. Rows are in the order
-      of the devices, with a warning unless each sample has one.
+      of the devices, with a warning unless there is one for each sample.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is restored.
     - 0-dim tensors, and those with one entry for several samples, are joined to one value, or
       stacked to a vector. Integers and bools that differ add up (of bools, to whether any is true),

@@ -117,9 +117,9 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
             "it has no graph. It is averaged by samples. Return its parts .* or rows",
         ),
         ("sum by a mean", "it uses Div, not only means over samples"),
-        ("selected", "its number of entries does not follow that of samples"),
+        ("selected", "the entries it reduces do not follow the chunk sizes"),
         ("sum and mean", "it adds means to sums over samples"),
-        ("normalized weights", "a scaled sum in it may be divided by another number"),
+        ("normalized weights", "a scaled sum in it may be normalized per chunk"),
     ],
 )
 def test_a_warning_gives_its_reason(name, reason):

@@ -19,7 +19,7 @@ from balanced_dp import BalancedDataParallel, BalanceWarning
 from ..modules import Lambda
 
 BATCH, WIDTH, LENGTH = 13, 6, 5
-MIXES = ("pair of samples", "reduces the samples", "goes along the samples")
+MIXES = ("pair of samples", "reduces the samples", "runs along the samples")
 
 torch.manual_seed(0)  # for what follows, weights included
 

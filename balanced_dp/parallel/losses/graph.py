@@ -126,7 +126,7 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
         UnclearError: it reduces something else.
     """
     if len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
-        raise UnclearError("the replicas computed it differently, as by a branch")
+        raise UnclearError("the replicas computed it in different ways")
     code = {"Mean": 1, "Sum": 2}.get(_operator_name(nodes[0]), _saved(nodes[0], "reduction"))
     inputs = _inputs_with_graph(nodes)
     # A cross entropy that was not counted is over an unknown number of targets.
@@ -144,7 +144,7 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
         reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
     if not are_samples:
-        raise UnclearError("its number of entries does not follow that of samples")
+        raise UnclearError("the entries it reduces do not follow the chunk sizes")
     return "mean" if code == 1 else _kind_of_sum(entries)
 
 
@@ -182,7 +182,7 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     is_known = not is_even or (_is_one(factors) and (sizes[0] > 1 or is_divided))
     if adds_up and is_constant and is_known:
         return "sum"
-    raise UnclearError(f"a {name} in it may be divided by another number")
+    raise UnclearError(f"a {name} in it may be normalized per chunk")
 
 
 def _divisor_of(node: Any) -> Any:
@@ -313,7 +313,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             if is_alike and axes and not _SELECTS.fullmatch(name):
                 return f"{name} reduces the samples of each chunk"
             if axes & {dim % len(shapes[0]) for dim in along}:
-                return f"{name} goes along the samples of each chunk"
+                return f"{name} runs along the samples of each chunk"
     return ""
 
 

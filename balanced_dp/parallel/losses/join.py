@@ -153,7 +153,7 @@ class Call:
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
         """Return the cross entropy of which values are a multiple. This waits for them.
 
-        The loss of transformers is one, and a Trainer may evaluate before it trains. In inference
+        Losses of transformers are, and a Trainer may evaluate before it trains. In inference
         mode, only its value tells that an output is a cross entropy.
         """
         numbers = [1.0, *(float(t) for t in nested.tensors(self.arguments[0]) if t.numel() == 1)]
@@ -218,7 +218,7 @@ class Call:
         """Warn if samples of a chunk are computed from each other.
 
         This is looked for once in chunks of different sizes, and once in chunks of one size, which
-        show it only by a cross entropy whose targets are the rows.
+        show it only by a cross entropy whose targets are row numbers.
         """
         sizes, is_even = self.chunk_sizes, len({*self.chunk_sizes}) < 2
         key = self._code, is_even
@@ -232,7 +232,7 @@ class Call:
         if is_even:
             rows = zip(*self.counted, strict=False)
             compares = any(all(map(Counted.compares_samples, own)) for own in rows)
-            how = "the targets of a cross entropy are the rows, as in comparisons" * compares
+            how = "cross entropy targets are row numbers, as in contrastive loss" * compares
         else:  # two replicas show it first, in half the time; the others confirm it
             ends = [sizes.index(min(sizes)), sizes.index(max(sizes))]
             pairs = [[own[i] for i in ends] for own in found]
