@@ -53,7 +53,7 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
     """Return ``function`` with its device translated, and without ``pin_memory``.
 
     The device is the keyword ``device`` or, if it is given, the argument at ``position``. Without
-    either, that of a factory is the default device of the current machine, if that has one.
+    either, a factory gets the default device of the current machine, if there is one.
     """
     is_factory = function in default_device._device_constructors()
 
