@@ -48,7 +48,7 @@ class CheckResult:
         if not self.num_compared:
             return f"{what}: forward returned no floating-point tensor to compare"
         if sum(map(bool, self.chunk_sizes)) < 2:
-            return f"{what}: not split, so nothing can differ; give a larger batch or two devices"
+            return f"{what}: not split; give a larger batch, or device_ids=['cpu', 'cpu']"
         if not self.differences:
             return f"{what}: all equal the whole batch's"
         width = max(len(one.what) for one in self.differences)
