@@ -49,7 +49,7 @@ def parse_gpu0_bsz(value: str) -> int | Literal["auto"] | None:
     if value == "auto":
         return "auto"
     if value != "even" and not value.isdecimal():
-        raise ArgumentError(f"--gpu0-bsz must be a number of at least 0, auto or even, got {value!r}")
+        raise ArgumentError(f"--gpu0-bsz must be 0 or more, auto or even, got {value!r}")
     return None if value == "even" else int(value)
 
 

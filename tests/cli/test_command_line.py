@@ -61,7 +61,7 @@ def test_versions():
         ("plan mine:make --memory 2GiB --json /dev/full", "/dev/full cannot be written"),
         ("run none.py", "none.py is not a file; name a Python script"),
         ("run .", ". is a folder; name a Python script"),
-        ("run --gpu0-bsz many mine.py", "--gpu0-bsz must be a number of at least 0, auto or even"),
+        ("run --gpu0-bsz many mine.py", "--gpu0-bsz must be 0 or more, auto or even"),
         ("run --memory 512MiB mine.py", "1.00 GiB of each device is kept free"),
         ("run --reserve 1GiB mine.py", "--reserve needs --memory, the capacity of the"),
         ("tune --reserve 1GiB char-lm", "--reserve needs --memory, the capacity of the"),
