@@ -1,4 +1,4 @@
-"""The devices to train on, those named by arguments such as ``device_ids``, and their streams."""
+"""The devices that arguments such as ``device_ids`` name, and their streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def default_device_type() -> str | None:
     """
     if has_machine():
         return current_machine().device_type
-    # torch.accelerator exists since 2.6, which raises if there is no accelerator.
+    # torch.accelerator came with 2.6, where it raises without an accelerator.
     device: torch.device = torch._C._get_accelerator()
     has_several = device.type not in ("cpu", "mps")  # MPS has a single device
     return device.type if has_several and torch.get_device_module(device).is_available() else None
@@ -92,9 +92,9 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
 
     Args:
         device: the device.
-        purpose: ``"weights"`` for weights, and nothing else, that are copied; ``"copies"`` for
-            inputs that arrive and gradients that leave; or the device from which gradients arrive,
-            the same device for adding up those that have arrived. Each pair of devices has its own:
+        purpose: ``"weights"`` for copies of weights alone; ``"copies"`` for inputs that arrive and
+            gradients that leave; or a device: another one for the gradients that arrive from it,
+            ``device`` itself for adding up what arrived. Each pair of devices has its own:
             a copy waits for both of its streams, so devices that send to several would otherwise
             take turns.
     """

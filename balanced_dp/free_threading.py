@@ -9,7 +9,7 @@ looking_at_nodes = threading.RLock()
 """A lock to hold while reading nodes of an autograd graph.
 
 Threads share the nodes of parameters. torch creates and frees the Python object of a node as if
-Python had its lock, so another thread could get an object that was being freed.
+the GIL were held, so another thread could get an object that is being freed.
 
 Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, torch 2.12.
 """

@@ -24,7 +24,7 @@ _BISECTED = range(10, 2**16, 2)
 """The numbers of measurements after which a search bisects, where lines may converge slowly."""
 
 _NUM_COMPARED = 3
-"""The iterations of each split that are compared if the peaks of a split vary."""
+"""How many iterations of each split to compare if the peaks of a split vary."""
 
 VARIES = 0.01
 """Peaks that differ by more than this fraction vary. Buckets of gradients move them by less."""
@@ -113,14 +113,14 @@ class Search:
     def _over(self) -> dict[int, float]:
         """Return by how much device 0 is fuller than the others."""
         over = {value: full[0] - max(full[1:]) for value, full in self._values().items()}
-        # In the even split the last device gets what is left, so of devices with unlike budgets the
-        # others may be less full with a sample less on device 0.
+        # In the even split the last device gets the remainder, so if budgets differ, the others may
+        # be less full with one sample less on device 0.
         if self.even in over and len(set(self.budgets)) > 1:
             over[self.even] = max(over[self.even], EQUAL)
         return over
 
     def wanted(self) -> Iterator[Split]:
-        """Yield the split to measure next; what follows is only valid once it is told."""
+        """Yield the split to measure next; only the first one yielded is valid."""
         if not self.told:
             yield self.split(self.even)
         values = range(self.even + 1)
@@ -186,7 +186,7 @@ class Search:
         is_over = bends_up and left and len(inside) > 1 and zero(*inside) < left[0]
         points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
         guess = zero(*points) if points else math.inf if over else start
-        # On both sides of a bend, the zero of the line through them is next to the lower one.
+        # Across a bend, the line through two points reaches zero next to the lower one.
         if inside[1:] and beyond and 2 * rise(*inside) < rise(inside[1], beyond[0]):
             guess = zero(*beyond) if beyond[1:] else high
         if high < math.inf and (guess >= high or len(over) in _BISECTED):
@@ -217,8 +217,8 @@ class LoopSearch:
 
     Attributes:
         search: the search for the largest batch so far, empty before the first iteration.
-        highest: the peaks and the record of each split's highest iteration that is compared.
-        accumulates: whether these have added to gradients that were there.
+        highest: by split, the peaks and record of the highest iteration that is compared.
+        accumulates: whether these have added to existing gradients.
         is_over: whether the value is final, unless memory runs out.
     """
 
@@ -244,7 +244,7 @@ class LoopSearch:
         Args:
             split: the chunk sizes of its largest batch.
             peaks: the peak of each device.
-            accumulates: whether this batch has added to gradients that were there.
+            accumulates: whether that batch has added to existing gradients.
             record: the caller's record of it.
         """
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self.accumulates)
@@ -272,13 +272,13 @@ class LoopSearch:
         return any(max(of_split) > min(of_split) * (1 + VARIES) for of_split in peaks)
 
     def ran_out(self, batch_size: int, index: int) -> bool:
-        """Record that a device ran out of memory with a batch; return whether the split differs."""
+        """Record that a device ran out of memory with a batch; return whether its split changed."""
         split = self.split(batch_size)
         if self.search.batch_size != batch_size:
             self._begin(batch_size, False)
         told = self.search.told
         for tried in [s for s in told if (s <= split if index else s >= split)]:
-            del told[tried]  # the devices held less than they can
+            del told[tried]  # their peaks can exceed those told
             self._iterations.pop(tried, None)
         told[split] = [math.inf if i == index else 0.0 for i in range(len(split))]
         self.is_over = False

@@ -1,7 +1,7 @@
 """Differences between versions of torch, and the private names of torch that are used.
 
-Where torch lacks one, ``import balanced_dp`` raises an error that names it; emulation has names of
-its own.
+Where torch lacks a name, ``import balanced_dp`` raises an error with it; emulation has its own
+list.
 docs/versions.md lists the versions that were tested.
 """
 
@@ -30,7 +30,7 @@ NEEDED = """
 """Without one of these, ``import balanced_dp`` raises an ImportError that names it."""
 
 AWAITS_PRODUCERS = torch.__version__ >= "2.8"
-"""Whether the user of a gradient waits for the node that sends it from another device.
+"""Whether a gradient's consumer waits for the node that sends it from another device.
 
 Before, autograd assumes that the gradient was computed on the default stream of its device, which
 is the current one in the threads of autograd.

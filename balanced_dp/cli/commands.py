@@ -1,6 +1,6 @@
 """The command ``balanced-dp``.
 
-Commands import what they need when they run: torch takes seconds, and ``--help`` needs none of it.
+Commands import what they need when they run, so ``--help`` need not wait for torch.
 """
 
 from __future__ import annotations
@@ -285,8 +285,8 @@ def validate(
 ) -> None:
     """Check gradients, and a workload's emulated memory and speed, on the GPUs of this machine.
 
-    Runs on all GPUs, with replicas that share it on a single one, and without any on emulated
-    devices. Ends with exit code 1 if a gradient is wrong.
+    Runs on all GPUs; several replicas share a single GPU. Without any, devices are emulated.
+    Ends with exit code 1 if a gradient is wrong.
     """
     from ..validation import validate as run_checks
     from . import console
@@ -335,7 +335,7 @@ def demo(
 
 
 def _where(error: BaseException) -> str:
-    """Return the last line outside of libraries in which an error was raised."""
+    """Return the last line of an error's traceback outside of libraries."""
     from .script import is_library
 
     lines = traceback.extract_tb(error.__traceback__)

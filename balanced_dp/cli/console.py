@@ -29,7 +29,7 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def print_text(console: Console, text: str) -> None:
-    """Print sentences; a terminal wraps them between words, and other readers get one line."""
+    """Print sentences, wrapped between words on a terminal, and unwrapped elsewhere."""
     console.print(text, soft_wrap=not console.is_terminal)
 
 

@@ -21,7 +21,7 @@ BATCH_SIZE = 32
 """Samples in a batch."""
 
 LOSS_TOLERANCE = 1e-4
-"""Largest difference of the runs' losses at any step: float32 sums are in another order."""
+"""Largest allowed difference between losses at a step: float32 sums differ in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Defaults of its functions are the process group at the time of its first import, and the first
-# optimizer imports it. If that came after init_process_group, destroy_process_group would not end
-# gloo's threads, and these sometimes abort a process at its exit.
+# The default group of its functions is that at its first import, and the first optimizer imports
+# it. If that came after init_process_group, destroy_process_group would not end gloo's threads,
+# and these sometimes abort a process at exit.
 import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
@@ -132,7 +132,7 @@ def _keep_zero_gradients(loss: Tensor) -> None:
 def _zeros_of_zeros(inputs: Any, outputs: Any) -> tuple[Tensor | None, ...] | None:
     """Return zeros as a node's outgoing gradients if all its incoming gradients are zeros.
 
-    They are not if another loss uses the same node.
+    They may not be if another loss uses the node.
     """
     if any(bool(gradient.abs().sum()) for gradient in outputs if gradient is not None):
         return None

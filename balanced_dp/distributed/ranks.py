@@ -155,8 +155,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"batch_size={batch_size}, got {found[0]}, in all {found[1]}"
             )
         self.epoch = 0
-        # Positions in the order at which the next iteration begins and the current one began, and
-        # the number of its batches.
+        # Where in the order the next iteration begins and the current one began, and how many
+        # batches it has yielded.
         self._next_start = self._start = self._num_yielded = 0
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def state_dict(self, num_batches: int | None = None) -> dict[str, int | bool]:
         """Return the position in the epoch, which is the same on all ranks.
 
-        It is a number of samples of the whole batch, so the state can be loaded with other ranks,
+        It counts the samples of all ranks, so the state can be loaded with other ranks,
         chunk sizes and batch sizes.
 
         Args:

@@ -103,7 +103,7 @@ device = _stand_in(
 
 # Tensors.
 
-# A property, of which torch's stubs know no more than that it is an attribute.
+# A property that torch's stubs declare as a plain attribute.
 _device_of_tensor: Any = vars(torch._C.TensorBase)["device"]
 
 
@@ -183,7 +183,7 @@ class Generator(torch.Generator):
     device = property(lambda self: self._device)
 
 
-# Torch makes a tensor that it loads on the device of its storage, then sets the storage.
+# To load a tensor, torch makes it on the device of its storage, then sets the storage.
 
 
 class StorageOnDevice(torch.UntypedStorage):
@@ -319,7 +319,7 @@ def _without_hardware(machine: Machine) -> Patches:
         # Scripts compare it, and torchvision compares it with its own.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
-        # Its kernels hide their memory, and take the tokens besides padding as nested tensors.
+        # Its kernels hide their memory, and take tokens without padding as nested tensors.
         torch.backends.mha: {"get_fastpath_enabled": lambda: False},
     }
 

@@ -79,7 +79,7 @@ def emulate_devices(
 
     Values are computed, code that mixes devices fails as on CUDA, and the memory of each device is
     counted to the byte: each storage once, rounded up to 512 bytes like CUDA's allocator, and
-    freed with its last tensor. ``torch.get_device_module("lazy")`` has the functions of
+    freed with its last tensor. ``torch.get_device_module("lazy")`` has functions of
     ``torch.cuda``.
 
     Inside the context ``nn.Module.to`` preserves the identity of parameters, as on CUDA, so tied
@@ -96,7 +96,7 @@ def emulate_devices(
             ``SymbolicValueError``.
         as_cuda: whether the devices are named ``torch.device("cuda", i)``, for code that was
             written for GPUs: ``.cuda()``, ``device="cuda:1"``, ``torch.cuda``,
-            ``torch.accelerator``, ``tensor.is_cuda`` and the like are about them then, in all
+            ``torch.accelerator``, ``tensor.is_cuda`` and the like then refer to them, in all
             threads. CUDA graphs, NCCL and other unsupported features raise ``EmulationError``.
 
     Yields:

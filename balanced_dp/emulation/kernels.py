@@ -45,7 +45,7 @@ def register_kernels() -> torch.library.Library:
     library.impl("_local_scalar_dense", lambda tensor: elem_of(tensor).item(), "Lazy")
     # Called by torch.tensor(..., device="lazy:0").
     library.impl("_copy_from", lambda source, target, *_: _copy_(target, source), "Lazy")
-    # Forward mode stands in for tangents that are zero.
+    # Forward mode makes zero tangents with it.
     library.impl("_efficientzerotensor", partial(_make, torch.zeros), "Lazy")
     for overload in ("", ".periodic", ".beta"):
         library.impl(f"kaiser_window{overload}", partial(_make, torch.kaiser_window), "Lazy")
@@ -69,7 +69,7 @@ def register_kernels() -> torch.library.Library:
             aten._to_copy.default: _to_copy,
             aten.copy_.default: _copy_,
             aten.add.Tensor: _add,
-            # Wrappers have no bit for a conjugation or a sign that is still to be computed.
+            # Wrappers have no bit for a lazy conjugation or negation.
             aten._conj.default: operator(aten.conj_physical.default),
             aten._neg_view.default: operator(aten.neg.default),
             aten._pack_padded_sequence.default: _pack_padded_sequence,
@@ -165,8 +165,8 @@ _ENGINE = torch.autograd._engine_run_backward.__code__  # type: ignore[attr-defi
 def _add(self: Any, other: Any, **kwargs: Any) -> Any:
     """Add tensors. Gradients that autograd's engine adds take no memory if it frees the terms.
 
-    On CUDA it adds them in place, unless other tensors share the memory; those of subclasses it
-    adds out of place.
+    On CUDA it adds them in place, unless other tensors share the memory; it adds those of
+    subclasses out of place.
     """
     thread = current_machine().thread
     thread.is_adding_gradients = (
@@ -223,7 +223,7 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
     """Read the lengths on the host, as torch does not for subclasses, and compute the loss."""
-    # Of blank, reduction and zero_infinity, the dispatcher leaves out defaults at the end.
+    # The dispatcher leaves out trailing defaults of blank, reduction and zero_infinity.
     options = given[2:] + (0, 1, False)[len(given) - 2 :]
     return torch.ctc_loss(log_probs, targets, *(length.tolist() for length in given[:2]), *options)
 
@@ -310,7 +310,7 @@ def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
     def run(*elems: Any) -> Any:
         return func(*tree_unflatten(elems, spec), *options)
 
-    # Of each step backward reads the gates, the cell and the output: six numbers for each unit of
+    # For each step, backward reads gates, cell and output: six numbers for each unit of
     # an LSTM. The rows of weights, of which a unit has eight, are an upper bound.
     num_rows = sum(weight.size(0) for weight in weights if weight.dim() == 2)
     num_kept = args[0].shape[:-1].numel() * num_rows * torch.is_grad_enabled()

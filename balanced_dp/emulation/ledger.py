@@ -1,7 +1,7 @@
 """The memory of each emulated device, to the byte. Pure bookkeeping, without torch.
 
-A ``Block`` is the ledger's entry of one storage. The storage refers to its ``Allocation``; with the
-storage it is deallocated, and the block is removed from the ledger. Reference counting is enough:
+A ``Block`` is the ledger's entry of one storage. The storage refers to its ``Allocation``, which is
+deallocated with it, and the block is removed from the ledger. Reference counting is enough:
 nothing waits for the garbage collector.
 
 The label of a block may change while it is allocated (a tensor becomes a gradient after it was
@@ -99,7 +99,7 @@ class DeviceLedger:
             marks_peak: whether memory that is freed before the next call counts.
 
         Raises:
-            Exception: ``out_of_memory``'s: the block does not fit; the ledger is unchanged.
+            Exception: that of ``out_of_memory``: the block does not fit.
         """
         size = round_up(num_bytes)
         with self._lock:

@@ -126,7 +126,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _swap_data(parameter: Any, other: torch.Tensor) -> None:
-    """Swap tensors, of which the first one keeps its attributes and hooks, as with ``data``."""
+    """Swap two tensors, but not the first one's attributes and hooks, as with ``data``."""
     attributes = {k: v for k, v in vars(parameter).items() if k not in ("_elem", "_machine")}
     hooks = {name: getattr(parameter, name) for name in _HOOKS}
     _swap_all(parameter, other)

@@ -55,7 +55,7 @@ class SymbolicOperator:
     """One of torch's operators, which runs on shapes unless the values of all tensors are known.
 
     Layers and steps repeat, and torch computes many shapes in Python. So an operator runs once for
-    the layouts and the numbers that it gets. After that its outputs are laid out in the same way.
+    given layouts and numbers. Later calls lay out their outputs in the same way.
     """
 
     __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")

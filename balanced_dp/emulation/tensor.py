@@ -59,7 +59,7 @@ class EmulatedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _is_param = False
-    """Whether it is an ``nn.Parameter``, which sets it."""
+    """Set by ``nn.Parameter``: whether it is one."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,7 +70,7 @@ class EmulatedTensor(torch.Tensor):
         return _handler(func)(*args, **(kwargs or {}))
 
     def as_subclass(self, cls: type[torch.Tensor]) -> Any:
-        """Return the tensor as one of a class that is ``cls`` and emulated."""
+        """Return a view of a class that is both ``cls`` and emulated."""
         result = self.view_as(self)
         result.__class__ = _emulated_subclass(cls)
         return result

@@ -1,4 +1,4 @@
-"""Replace the classes with which a script wraps its model, while ``balanced-dp run`` runs it."""
+"""Replace the classes that wrap a script's model, while ``balanced-dp run`` runs it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ..errors import ProbeError
 def memory_breakdown(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes by use of each of the model's devices at its peak, by the device's name.
+    """Return the bytes by use at the peak of each device of the model, by the device's name.
 
     The bytes of a device add up to its peak since the last ``reset_peak_memory_stats``, the
     beginning of the last measured block, or the last record of a logger. On emulated devices they

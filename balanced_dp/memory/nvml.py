@@ -26,8 +26,8 @@ class Board:
 def list_boards() -> list[Board]:
     """Return all boards in the order of their indices. A board in MIG mode is listed by slice.
 
-    NVML is initialized by each call, as a forked process needs it, and stays open until the process
-    ends.
+    Each call initializes NVML, because a forked process needs that. It stays open until the
+    process ends.
 
     Raises:
         pynvml.NVMLError: there is no library, driver or permission, or NVML cannot count the
@@ -41,8 +41,8 @@ def list_boards() -> list[Board]:
 def memory_of(board: Board) -> dict[str, Any]:
     """Return the fields of ``DeviceMemory`` that NVML has for a board, in bytes.
 
-    Drivers before 510 only have version 1 of the query, which counts memory that is reserved by
-    the driver as used.
+    Drivers before 510 only have version 1 of the query, which counts the driver's reserved
+    memory as used.
 
     Source:
         ``nvidia-smi --query-gpu=memory.total,memory.used,memory.free``; nvmlMemory_v2_t in NVML's

@@ -51,7 +51,7 @@ class Peaks:
 
     @property
     def allocated(self) -> tuple[int, ...]:
-        """The peak of the allocated bytes of each device, once if it repeats."""
+        """The peak of the allocated bytes of each distinct device."""
         return tuple(self.of(device)[0] for device in self._earlier)
 
     def of(self, device: torch.device) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
 _LARGE = 2**20
-"""A batch whose splits show different shares of device 0."""
+"""A batch so large that its split shows device 0's share."""
 
 STATE_KEY = "auto_split"
 """The key of the result of "auto" in a checkpoint."""
@@ -90,8 +90,8 @@ class SplitPolicy:
 def smallest_chunk(module: nn.Module) -> int:
     """Return the fewest samples that a replica can train on.
 
-    Two if a batch norm computes its statistics from the chunk, otherwise one. It refuses one value
-    per channel, and the statistics of one image are not those of a batch.
+    Two if a batch norm computes its statistics from the chunk, since it refuses one value per
+    channel, and one image lacks the statistics of a batch; otherwise one.
     """
     norms = (child for child in module.modules() if isinstance(child, _BatchNorm))
     return 1 + any(norm.training or norm.running_mean is None for norm in norms)
@@ -108,7 +108,7 @@ class AutoSplit:
 
     Attributes:
         search: the search for the value.
-        batch_size: the largest batch so far, or that of a checkpoint; 0 before both.
+        batch_size: the largest batch so far, or a checkpoint's; 0 before either.
         num_iterations: the number of iterations that have ended.
         last_split: the chunk sizes of the last call; empty before.
 
@@ -152,7 +152,7 @@ class AutoSplit:
             _register_hook(_note_step)
             watched = () if self.search.is_over else self.devices
             self._num_ooms = num_ooms(watched) or self._num_ooms
-            # Its largest batch, and whether the gradients of this were added to others.
+            # Its largest batch, and whether that was added to existing gradients.
             self._batch = (0, False)
             self._peaks = Peaks(watched)
 
@@ -181,7 +181,7 @@ class AutoSplit:
             self.num_iterations += 1
 
     def _note_rule(self) -> bool:
-        """Record the rule of an iteration, and return whether the one before had the same.
+        """Record the rule of an iteration, and return whether it is the previous one's.
 
         If not, the loop may have held outputs of that one, and kernels may have been tuned.
         """

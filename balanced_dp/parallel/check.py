@@ -98,7 +98,7 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 
 def _copied(*values: Any) -> Any:
-    """Return values with copies of their tensors, apart from their graphs and gradients."""
+    """Return values with copies of tensors, cut off from their graphs and gradients."""
     tensors = (pair for pair in nested.leaves(values) if isinstance(pair[1], Tensor))
     copies = {path: t.detach().requires_grad_(t.requires_grad).clone() for path, t in tensors}
     return nested.replaced(values, copies)

@@ -2,8 +2,8 @@
 
 A launch takes time for each tensor, so tensors of one dtype are flattened into buckets: parameters
 and buffers on their way to several devices, which NCCL broadcasts, and gradients on their way back.
-A bucket holds parameters that were registered one after the other, since these are used one soon
-after the other.
+A bucket holds parameters that were registered one after the other, since these are used soon
+after one another.
 
 Weights are copied on CUDA streams that nothing else uses. ``Arrivals`` has an event for each
 bucket. While a forward pass runs, the ``_parameters`` of its modules are ``ArrivingParameters``: a
@@ -246,8 +246,8 @@ def bring_to(
 ) -> list[torch.Tensor | None]:
     """Return the gradients of a bucket on ``device``. Differentiable.
 
-    Between CUDA devices they are copied on a stream of their own, so that its computing goes on
-    (before torch 2.8 on the current stream), and dense ones in one piece. The current stream of the
+    Between CUDA devices they are copied on a stream of their own, so that computing goes on
+    (before torch 2.8 on the current stream); dense ones in one piece. The current stream of the
     source device waits for the copy.
     """
     source = next((g.device for g in gradients if g is not None), device)

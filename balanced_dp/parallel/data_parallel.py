@@ -62,7 +62,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - A tensor whose size along ``dim`` is not the batch size raises an error instead of being cut.
     - Outputs may hold dataclasses, and strings, numbers and constants that are equal everywhere.
     - Worker threads have the caller's autocast dtype, inference mode and context variables.
-    - An exception from a replica is raised itself, with a note that names the replica.
+    - A replica's exception is raised unwrapped, with a note that names the replica.
     - A list of outputs with an entry for each sample comes back as one list.
 
     Args:
@@ -85,16 +85,16 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``"batch.mask"``; a path covers all below it. Positional arguments go by the name of
             ``module.forward``'s parameter.
         split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
-            ``"texts"``, or of these and tensors with several, such as ``"passages"``, one sample
-            after the other; each device gets the entries of its samples.
+            ``"texts"``, or of these and tensors with several, such as ``"passages"``, grouped by
+            sample; each device gets the entries of its samples.
         scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value of the whole batch,
             if they are sums of means over samples, or of cross entropies, or of sums over samples;
             anything else is averaged as with ``"mean"``, with a warning. ``"mean"``: to their
             mean, weighted by chunk size. ``"sum"``: to their sum. ``"stack"``: to a vector, as in
-            ``nn.DataParallel``. ``"mean"`` and ``"sum"`` add up integers and bools that differ,
-            with a warning.
+            ``nn.DataParallel``. ``"auto"`` and ``"mean"`` add up integers and bools that differ,
+            and warn.
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
-            means over something else than samples, such as selected tokens. Its parameters name the
+            means over anything but samples, such as selected tokens. Its parameters name the
             arguments of ``forward`` that it gets: ``lambda mask: mask.sum()``. A weight is a number
             of at least 0, a tensor with one, or a dictionary of them by output name.
         device_weights: one number for each device; the batch is split in proportion to them.
@@ -119,8 +119,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             place or lazy; or weights were changed inside ``shared_weights()``.
 
     Warns:
-        BalanceWarning: once for each output or input that it is about; for an output again with
-            gradients after one without.
+        BalanceWarning: once for each output or input concerned; for an output, again with
+            gradients if first without.
 
             - ``gpu0_bsz`` is not below the even share of the first batch.
             - A 0-dim output may differ from that of the whole batch, or the graph shows that
@@ -232,7 +232,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
-        # It takes no batch size to join one output, but a PerDevice shows it.
+        # Joining one output needs no batch size, but a PerDevice shows it.
         batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
         call = self._new_call(devices, () if batch_size is None else [batch_size])
         return self._joined([output], call)
@@ -284,7 +284,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return Gather(device, self._current_call or self._new_call(self.device_ids)).join(outputs)
 
     def _new_call(self, device_ids: DeviceIds, sizes: Iterable[int] = ()) -> Call:
-        """Return a call on some devices, with so many samples on each if the batch is split."""
+        """Return a call on devices, with ``sizes`` samples on them if the batch is split."""
         options = self.dim, self.scalar_outputs, self.loss_weight
         devices, function = self._devices_of(device_ids), self.module.forward
         return Call(self._history, function, devices, tuple(sizes), *options)
@@ -314,8 +314,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets.
 
-        With ``"auto"``, the value for the largest batch so far, or that of a checkpoint; None
-        before both. Reading it also checks whether memory has run out. It may be set to whatever
+        With ``"auto"``, the value for the largest batch so far, or from a checkpoint; None
+        before either. Reading it also checks whether memory has run out. It may be set to whatever
         the constructor accepts.
         """
         return self._policy.gpu0_bsz

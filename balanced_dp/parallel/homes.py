@@ -15,9 +15,9 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     """Move each parameter to one of ``devices``, and the buffers to the first.
 
     The bytes on each device are in proportion to its capacity, or the same if one is unknown. Runs
-    of successive submodules stay together, since their parameters are copied together and used one
-    soon after the other. The first run goes to the first device, each other one to the device that
-    is the least full, so that gradients arrive at all devices at once.
+    of successive submodules stay together, since their parameters are copied together and used
+    soon after one another. The first run goes to the first device, every other one to the least
+    full device, so that gradients arrive at all devices at once.
 
     A device may repeat. The module may be on the CPU, if it fits on no single device.
     """

@@ -27,7 +27,7 @@ def parallel_apply(
     """Call ``functions[i]`` on ``arguments[i]`` with ``devices[i]`` current; return the results.
 
     Calls for the first device run in the calling thread, unless it is one of several emulated ones;
-    those for each other device run in a thread of their own. Calls on the same device run one after
+    each of the other devices has a thread for its calls. Calls on the same device run one after
     the other, since they share its random number generator, which activation checkpointing rewinds.
     Each call has the caller's grad mode, inference mode, autocast state and current streams, and in
     other threads a copy of its context variables.

@@ -29,7 +29,7 @@ class PerDevice(Scattered):
 
     Args:
         outputs: the output of each replica, on its device.
-        call: how the batch was split, and 0-dim outputs are joined.
+        call: the batch's split, and how 0-dim outputs are joined.
         output_device: where results are joined.
 
     Attributes:

@@ -196,11 +196,11 @@ class Replica:
             own["_parameters"] = own["_parameters"].data
 
     def end(self) -> bool:
-        """Reset the replica after a call, or return False if it must not be used again.
+        """Reset the replica after a call, or leave it and return False if it must not be reused.
 
         It must not be used if its modules are still referred to, or have changed in a way that is
         not reset. Activation checkpointing, for example, keeps modules, or dictionaries of them,
-        until backward. Then nothing is removed.
+        until backward.
         """
         if not self._blueprint.can_recycle or self._fingerprint != self._take_fingerprint():
             return False
@@ -276,7 +276,7 @@ _DEFAULTS = [kind._replicate_for_data_parallel for kind in (nn.Module, nn.RNNBas
 def _replicates_itself(module: nn.Module) -> bool:
     """Return whether a module overrides ``_replicate_for_data_parallel``.
 
-    RNNs do to get flat weights of their own, which ``Replica`` gives them.
+    RNNs' own does not count, as ``Replica`` sets their flat weights.
     """
     return type(module)._replicate_for_data_parallel not in _DEFAULTS
 

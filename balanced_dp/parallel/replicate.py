@@ -172,7 +172,7 @@ class Replicas(list[ModuleT]):
 
     @torch.no_grad()
     def bring_home(self) -> None:
-        """Copy the writes of the first replica to copies of tensors back to the module."""
+        """Copy what the first replica wrote to its copies back to the module."""
         for (original, copy), stamp in zip(self._away, self._stamps, strict=True):
             # Batch norm's kernels write statistics without a new version.
             is_written = _stamp(copy) != stamp or not isinstance(original, nn.Parameter)

@@ -107,7 +107,7 @@ class Inputs:
 
         Raises:
             ScatterError: the size of a tensor along ``dim`` is not the batch size, or the length of
-                what is in ``split`` no multiple of it.
+                a ``split`` value is no multiple of it.
 
         Warns:
             BalanceWarning: another sequence is as long as the batch, so it may have one entry for
@@ -195,7 +195,7 @@ class Inputs:
         """Return the chunk of a tensor for each device."""
         devices, sizes = split
         if not sizes or tensor.dim() == 0 or _is_below(path, self.broadcast):
-            # Written to in place, a whole tensor would be written once for each replica.
+            # An in-place write to a shared tensor would happen once for each replica.
             return [move(tensor, d, copy=d in devices[:i]) for i, d in enumerate(devices)]
         lengths = self._lengths(length := self._size(tensor, path), path, sizes)
         if length != sum(lengths):

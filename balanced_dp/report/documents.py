@@ -13,7 +13,7 @@ from .tables import answer, provenance_table, title
 
 
 def report_html(report: Report) -> str:
-    """Return a page with text, tables and plots of a report, which needs no network."""
+    """Return a self-contained page with text, tables and plots of a report."""
     from .plots import report_plots  # matplotlib is slow to import
 
     drawings = {

@@ -103,7 +103,7 @@ def stacked_bars(
 def svg(
     draw: Callable[[Figure], None], size: tuple[float, float] = (6.4, 4.8), font_size: float = 10
 ) -> str:
-    """Return a figure in the style of the reports; the size is in inches."""
+    """Return a figure in the reports' style as SVG; size is in inches."""
     style = Path(__file__).with_name("report.mplstyle")
     with mpl.rc_context({"font.size": font_size}, style):
         figure = Figure(figsize=size, layout="constrained")

@@ -118,8 +118,8 @@ class Loop(AutoSplit):
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
         """Split the batches of a model.
 
-        The devices of the first one become those of the loop. A model on others, or on these in
-        another order, gets even chunks. One that repeats a device is left as it is.
+        The devices of the first one become those of the loop. A model on some of these, or in
+        another order, gets even chunks. One on others, or with repeats, stays as is.
         """
         if not 1 < len(model.devices) == len(set(self.devices).intersection(model.devices)):
             return

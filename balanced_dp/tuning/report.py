@@ -203,7 +203,7 @@ class Report:
         return self.even_like(self.options[0])
 
     def even_like(self, option: Option) -> Option | None:
-        """Return the even split that is alike otherwise, None if it was not measured."""
+        """Return the otherwise equal even split, None if it was not measured."""
         same = (o for o in self.options if o.is_even and o.batch_size == option.batch_size)
         return next((o for o in same if o.kind == option.kind), None)
 

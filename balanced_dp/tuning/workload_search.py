@@ -26,7 +26,7 @@ class WorkloadSearch(Search):
     largest: int = 2**16
 
     def wanted(self) -> Iterator[Split]:
-        """Yield the split to measure next; what follows is only valid once it is told.
+        """Yield the split to measure next; only the first one yielded is valid.
 
         After the best value, search for the largest batches that fit: with the even split, and with
         any ``gpu0_bsz``. For the second, find the largest chunk that fits on the other devices,

@@ -28,7 +28,7 @@ ALLOWED_ERROR = 0.10
 """The allowed error of a predicted peak, relative to the measured one."""
 
 ALLOWED_RATIO = 1.05
-"""The longest that a step may take, as a multiple of that of ``nn.DataParallel``."""
+"""The longest that a step may take, relative to one of ``nn.DataParallel``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def validate(
             number of replicas. The default is all GPUs, four replicas on a single GPU, or four
             emulated devices without any.
         emulate: whether to emulate devices even if there are GPUs.
-        workload: the workload that measures memory and time, as for ``find_workload``.
+        workload: the workload for memory and time, as for ``find_workload``.
         on_check: called with each check.
 
     Raises:

@@ -96,7 +96,7 @@ def running(call: Any) -> Iterator[None]:
 
 
 def _exchange(is_counting: bool) -> None:
-    """Replace functions of torch or bring them back, but leave those that somebody else has put."""
+    """Replace functions of torch or restore them, but leave those that somebody else replaced."""
     for function, counting in _COUNTING.items():
         old, new = (function, counting) if is_counting else (counting, function)
         if getattr(torch._C._nn, function.__name__) is old:

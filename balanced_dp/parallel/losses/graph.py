@@ -170,7 +170,7 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
         is_divided: whether an argument divides it.
 
     Raises:
-        UnclearError: other numbers multiply it on each replica, or one may be that of samples.
+        UnclearError: its factors differ by replica, or one may be the number of samples.
     """
     is_even, is_constant = len({*sizes}) == 1, are_equal(factors)
     products = [factor * n for factor, n in zip(factors, sizes, strict=True)]
@@ -223,7 +223,7 @@ def _saved(node: Any, name: str) -> Any:
 def _is_number(saved: object) -> bool:
     """Return whether autograd saved one of Python's numbers, maybe as a tensor.
 
-    Such a tensor has no say in the type of a result, and never the smallest type itself.
+    Such a tensor has no say in the type of a result, and is never of the smallest type.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)
@@ -260,7 +260,7 @@ def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
 def _operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
     name: str = node.name().rpartition("::")[2]
-    # One of a custom function stays whole, as it may be that of an operator.
+    # A custom function's name stays whole, as it may be an operator's.
     return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
 
 

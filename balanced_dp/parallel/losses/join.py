@@ -156,19 +156,19 @@ class Call:
         Losses of transformers are, and a Trainer may evaluate before it trains. In inference
         mode, only its value tells that an output is a cross entropy.
         """
-        numbers = [1.0, *(float(t) for t in nested.tensors(self.arguments[0]) if t.numel() == 1)]
+        numbers: list[Any] = [t for t in nested.tensors(self.arguments[0]) if t.numel() == 1]
         for place, own in enumerate(rows):
             pairs = [(float(o), float(one.value)) for o, one in zip(outputs, own, strict=True)]
             factor = next((output / value for output, value in pairs if value), 0.0)
             # A sum may be divided by a number of each chunk, unless that is an argument.
-            is_known = own[0].kind == "mean"
-            is_known |= any(are_equal([1, abs(factor * x)], 1e-6) for x in numbers)
+            by_argument = (are_equal([1, abs(factor * float(x))], 1e-6) for x in (1, *numbers))
+            is_known = own[0].kind == "mean" or any(by_argument)
             if factor and is_known and all(are_equal([o, v * factor], 1e-6) for o, v in pairs):
                 return Composition([(place, 1.0, ())])
         return Composition(unclear=_NOT_SHOWN)
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
-        """Return which argument tensors are, as ``num_items_in_batch`` is, or ""."""
+        """Return the path of the argument that tensors are, or ""."""
         rows = zip(*map(nested.leaves, self.arguments), strict=False)
         same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
         return next(same, "")
