@@ -1,8 +1,7 @@
 """Differences between versions of torch, and the private names of torch that are used.
 
 Where torch lacks a name, ``import balanced_dp`` raises an error with it; emulation has its own
-list.
-docs/versions.md lists the versions that were tested.
+list. docs/versions.md lists the versions that were tested.
 """
 
 from __future__ import annotations

@@ -49,9 +49,8 @@ class Counted:
 
     def compares_samples(self) -> bool:
         """Return whether the targets are the numbers of the rows, in any order. Waits for them."""
-        return self.target is not None and sorted(self.target.tolist()) == [
-            *range(len(self.target))
-        ]
+        rows = None if self.target is None else sorted(self.target.tolist())
+        return rows is not None and rows == [*range(len(rows))]
 
     def is_(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the result, detached or not, and was not written to since.

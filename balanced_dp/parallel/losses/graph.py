@@ -97,7 +97,8 @@ def composition_of(
                     found.kinds.add("mean")  # the same number on all, as a loss that was joined
                 elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, bool(paths))
-                    if kind == reduction:  # a sum divided by its samples is a mean over them
+                    # A summed cross entropy that is divided by its samples is another mean.
+                    if kind == reduction:
                         found.parts.append((place, factors[0], paths))
                     else:
                         found.kinds.add(kind)

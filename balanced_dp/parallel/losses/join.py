@@ -151,10 +151,10 @@ class Call:
         return loss
 
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
-        """Return the cross entropy of which values are a multiple. This waits for them.
+        """Return the cross entropy of which the outputs are a multiple. This waits for values.
 
-        Losses of transformers are, and a Trainer may evaluate before it trains. In inference
-        mode, only its value tells that an output is a cross entropy.
+        Losses of transformers are multiples, and a Trainer may evaluate before it trains. In
+        inference mode, only its value tells that an output is a cross entropy.
         """
         numbers: list[Any] = [t for t in nested.tensors(self.arguments[0]) if t.numel() == 1]
         for place, own in enumerate(rows):
