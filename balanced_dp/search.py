@@ -97,10 +97,10 @@ class Search:
         """Return whether all replicas can train on their chunks, and no device should run out."""
         ran = self._ran() if self.is_careful else {}
         # Between values that ran, no device holds more than it has held. Beyond them, its memory
-        # grows at most in proportion to its samples.
+        # grows at most in proportion to its samples. Without samples it tells nothing of them.
         end = min(max(split[0], min(ran, default=0)), max(ran, default=0))
         chunks = zip(ran.get(end, ()), self.split(end), split, strict=False)
-        is_safe = all(full * new <= old for full, old, new in chunks if new > old)
+        is_safe = all(full * new <= old > 0 for full, old, new in chunks if new > old)
         return is_safe and not any(0 < chunk < self.smallest for chunk in split)
 
     def _values(self) -> dict[int, list[float]]:

@@ -57,6 +57,7 @@ def test_the_best_value_of_a_table(name, start):
 
 @given(laws(), alike, st.integers(1, 300))
 @example(Law(((0, 100, 0),), ((0, 50),)), [1000] * 2, 30)
+@example(Law(((0, 1, 0),), ((1001, 0),)), [1000] * 2, 1)  # the last device was without samples
 def test_a_careful_search_never_runs_out(law, budgets, batch_size):
     """Once a split has run, no other one does not fit."""
     search = Search(batch_size, budgets, is_careful=True)
