@@ -50,6 +50,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "output"), BLOCKS)
 @pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is:FutureWarning")  # Lightning

@@ -76,6 +76,7 @@ if names_threads:
 """
 
 
+@pytest.mark.slow
 def test_imports_of_a_new_process():
     """The command line answers at once; Dynamo takes seconds to import.
 
@@ -95,6 +96,7 @@ EXTRAS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "package", "extra"), EXTRAS)
 def test_a_missing_extra_is_named(module, package, extra):
     if package == "transformers":

@@ -19,6 +19,7 @@ from balanced_dp.cli.commands import main
 from ..processes import python
 
 
+@pytest.mark.slow
 def test_versions():
     done = python("-m", "balanced_dp", "--version")
     assert (done.returncode, done.stderr) == (0, "")
@@ -97,6 +98,7 @@ def test_options_and_values_that_do_not_exist(command, message, invoke):
     assert re.search(message, ended.output)  # click's words, or pydantic's
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize(
     ("redirected", "says"),

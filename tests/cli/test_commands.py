@@ -78,6 +78,7 @@ def test_tune_prints_what_report_reads(folder, tuned, invoke):
     assert written.stdout == (folder / "a.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "begins", "ends"),
     [
@@ -94,6 +95,7 @@ def test_stdout_may_be_the_file(tuned, invoke, command, begins, ends):
     assert done.stdout.startswith(begins) and done.stdout.endswith(ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "limits", "code", "says"),
     [
@@ -138,6 +140,7 @@ def test_the_demo_trains_the_same_three_times(folder, invoke):
     assert f"# option 1\nmodel = {best.line}\n" in invoke("report", "demo.json").stdout
 
 
+@pytest.mark.slow
 def test_a_demo_whose_losses_differ(monkeypatch, invoke):
     monkeypatch.setattr(demo, "LOSS_TOLERANCE", -1.0)
     done = invoke(*DEMO, "--devices", "2", "--steps", "1", "--gpu0-bsz", "2")

@@ -25,16 +25,9 @@ def losses_on_cpu(*command: str) -> list[float]:
     return losses(done.stdout)
 
 
-SLOW = pytest.mark.slow
-OFTEN, RARELY = ("xl.py",), ("gpt.py", "gpt.py --ema 80", "hf.py", "hf.py --own")
-
-
-@pytest.mark.parametrize(
-    "gpu0_bsz", ["auto", pytest.param("1", marks=SLOW), pytest.param("even", marks=SLOW)]
-)
-@pytest.mark.parametrize(
-    "script", [*OFTEN, *(pytest.param(script, marks=SLOW) for script in RARELY)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu0_bsz", ["auto", "1", "even"])
+@pytest.mark.parametrize("script", ["xl.py", "gpt.py", "gpt.py --ema 80", "hf.py", "hf.py --own"])
 def test_losses_are_those_of_one_device(script, gpu0_bsz, tmp_path):
     script, *arguments = script.split()
     command = ["-m", "balanced_dp", "run", "--devices", "4", "--gpu0-bsz", gpu0_bsz]

@@ -23,6 +23,7 @@ from . import worker
 TOLERANCE = 1e-10
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process_does(tmp_path):
     """Run all cases of ``worker.py``, in processes that are started once."""
     path = tmp_path / "results.json"

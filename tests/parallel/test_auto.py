@@ -155,6 +155,7 @@ def differs_in_length(loop, number):
     loop.step(400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "tolerance"),
     [

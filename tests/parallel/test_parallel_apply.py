@@ -180,6 +180,7 @@ def held(devices):
     return [torch.lazy.memory_allocated(d) for d in devices if d.type == "lazy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_gradients", "block", "how"),
     [

@@ -160,6 +160,7 @@ changes = st.tuples(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Net sets", "ignore:Net writes")
 @given(st.lists(changes, max_size=6), st.booleans())
 def test_every_change_of_a_module_is_seen(drawn, grad):

@@ -22,6 +22,7 @@ def pages(report, unlike) -> list[str]:
     return [report_html(each) for each in (report, unlike)]
 
 
+@pytest.mark.slow
 def test_the_structure_for_screen_readers(report, pages):
     text = pages[0]
     assert "<script" not in text == report_html(report)
@@ -98,6 +99,7 @@ def test_colours_stand_out_on_both_grounds(pages):
     assert {*re.findall(r"(?:fill|stroke): (#\w+)", drawings)} <= {"#ffffff", "#b0b0b0", *colours}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 def test_the_page_in_a_browser(report, pages, tmp_path):
     """Nothing is printed, and nothing comes from a network."""

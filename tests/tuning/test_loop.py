@@ -178,6 +178,7 @@ def keep_outputs(model: nn.Module, num_steps: int) -> tuple[int, ...]:
     return tuple(torch.get_device_module(d).max_memory_allocated(d) for d in model.devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu0_bsz", [0, 50, "auto"])
 def test_outputs_that_outlive_a_step(gpu0_bsz, devices):
     """Splits were measured together with what was left of a step with another split."""

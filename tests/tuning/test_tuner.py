@@ -41,6 +41,7 @@ def try_all(workload, batch_size, num_devices):
         return {split[0]: meter.measure(split).peak_bytes for split in splits}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "batch_size"),
     [
@@ -133,6 +134,7 @@ def test_capacities_that_are_not_given():
     assert report.reserve_bytes == 0
 
 
+@pytest.mark.slow
 def test_devices_that_are_given_are_measured_on():
     """Report the splits that ran, where memory ran out with others, as on accelerators."""
     workload = SMALL["tied_transformer"]()

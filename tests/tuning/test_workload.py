@@ -22,6 +22,7 @@ def test_only_causal_layers_hide_what_is_to_come(causal):
     assert bool(same) is causal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_workloads_take_a_step(name):
     """Its batches are the same on each call, so that measurements can be repeated."""
