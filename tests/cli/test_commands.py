@@ -19,6 +19,7 @@ DEMO = ["demo", "--emulate"]
 WIDE = ["plan", "tests.tuning.small_workloads:wide_output", "--batch-size", "2000"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory", "says", "first"),
     [
@@ -111,6 +112,7 @@ def test_a_report_against_an_older_one(file, limits, code, says, tuned, invoke):
     assert done.exit_code == code and says in done.stdout
 
 
+@pytest.mark.slow
 def test_devices_and_capacities_are_as_asked(invoke):
     reserved = "--memory 80MiB,40MiB --reserve 1MiB"
     for options, capacities in (("--devices 3", None), (reserved, [80, 40])):

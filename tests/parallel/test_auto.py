@@ -235,6 +235,7 @@ def test_batch_norm_never_gets_a_single_sample():
         assert 1 not in loop.follow(400)[0] and loop.search.is_over
 
 
+@pytest.mark.slow
 def test_a_resumed_run_runs_out_no_more(tmp_path):
     """The even split does. Checkpoints load both ways, also to and from nn.DataParallel."""
     resume = functools.partial(looping, TALL, 3, symbolic=False)

@@ -313,6 +313,7 @@ def test_compiled_it_runs_as_it_is():
     torch.testing.assert_close(compiled(x), 2 * module(x + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_compiled_modules_are_replicated(is_whole, backend):

@@ -431,6 +431,7 @@ def test_tools_that_look_at_torch_work_in_forward():
     assert step(model, bare, True, {"x": X, "y": Y})[0]
 
 
+@pytest.mark.slow
 def test_a_loss_in_a_compiled_module_is_warned_of():
     """Autograd sees one custom function of the parameters, and neither samples nor reductions."""
     torch._dynamo.reset()

@@ -167,6 +167,7 @@ def test_the_host_does_not_wait_for_a_step(weight, loss, gpu0_bsz, trains, where
     assert stand_in.num_waits == before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=16 has no effect")
 @pytest.mark.parametrize(
     ("split", "spread", "has_forward", "transfer_share", "limit"),

@@ -62,7 +62,10 @@ def check_transparent(case, devices, batch_size, values, spread=False):
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:.*it uses Pow")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_outputs_and_gradients_are_those_of_the_module(case, kind):
+@pytest.mark.parametrize(
+    "num_devices", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
+)
+def test_outputs_and_gradients_are_those_of_the_module(case, num_devices, kind):
     """What failed before, in balanced forks or in nn.DataParallel: batches smaller than the number
     of devices or of fewer chunks, a first device without samples, a single device, calls with
     keywords only, a list as first argument, a keyword that is no tensor (9 samples on 4 devices),
@@ -70,15 +73,14 @@ def test_outputs_and_gradients_are_those_of_the_module(case, kind):
     """
     if kind == "stand-in" and case is CASES["sparse embedding"]:
         pytest.skip("the stand-in has no sparse tensors")
-    for num_devices in (1, 2, 4):
-        with open_devices(kind, num_devices) as devices:
-            for batch_size in (1, 4, 9):
-                even = math.ceil(batch_size / num_devices)
-                # A single device has the whole batch, whatever the value.
-                values = range(even + 1) if num_devices > 1 else (0, even)
-                check_transparent(case, devices, batch_size, values)
-            if len(set(devices)) == 4:
-                check_transparent(case, devices, 9, [2], spread=True)
+    with open_devices(kind, num_devices) as devices:
+        for batch_size in (1, 4, 9):
+            even = math.ceil(batch_size / num_devices)
+            # A single device has the whole batch, whatever the value.
+            values = range(even + 1) if num_devices > 1 else (0, even)
+            check_transparent(case, devices, batch_size, values)
+        if len(set(devices)) == 4:
+            check_transparent(case, devices, 9, [2], spread=True)
 
 
 # Loops, also in streams of the user's.

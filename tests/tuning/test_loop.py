@@ -131,6 +131,7 @@ def test_evaluation_is_not_counted(devices):
     assert max(measured.peak_bytes) < 2**22
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu0_bsz", ["auto", None])
 def test_iterations_whose_data_ended(gpu0_bsz, devices):
     """97 samples in batches of 32, two for each step: every second step has 32 and one."""
@@ -149,6 +150,7 @@ def test_iterations_whose_data_ended(gpu0_bsz, devices):
     assert (len(mixed) > 2) == (gpu0_bsz == "auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu0_bsz", ["auto", 5])
 def test_two_models_and_optimizers_share_a_split(gpu0_bsz, devices):
     """As in a GAN whose first optimizer steps twice: splits were measured in different steps."""

@@ -163,6 +163,7 @@ def test_alternatives_may_fit_where_no_batch_runs():
     assert report.even.out_of_memory and report.best.spread
 
 
+@pytest.mark.slow
 def test_half_precision_is_measured():
     workload = SMALL["char_transformer"]()
     single = tuned(workload, 64, [8 * GIB] * 3)
@@ -205,6 +206,7 @@ def test_what_cannot_be_tuned(batch_size, capacities, options, error, message):
         tuned("gpt2-small", batch_size, capacities)
 
 
+@pytest.mark.slow
 def test_alternatives_add_to_what_is_asked_for():
     """The loss on each device, then with parameters on all devices as well."""
     report = tuned(SMALL["wide_output"](), 32, [8 * GIB] * 4, gather=False, with_alternatives=True)
