@@ -26,7 +26,7 @@ class Difference(NamedTuple):
     relative: float
     """The largest difference, divided by the largest entry of the value for the whole batch."""
     cause: str
-    """The likely cause."""
+    """The likely cause, and what to do about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,12 @@ class CheckResult:
             return f"{what}: not split; give a larger batch, or device_ids=['cpu', 'cpu']"
         if not self.differences:
             return f"{what}: all equal the whole batch's"
-        width = max(len(one.what) for one in self.differences)
-        lines = [f"{what:{width}}  {size:9.2e}  {why}" for what, size, why in self.differences]
-        head = f"{what}: {len(lines)} differ from the whole batch's"
-        return "\n".join([head, f"{'':{width}}  {'relative':>9}  likely cause", *lines])
+        lines = [f"{what}: {len(self.differences)} differ from the whole batch's"]
+        for cause in dict.fromkeys(one.cause for one in self.differences):
+            lines.append(f"Likely cause: {cause}. Relative differences:")
+            same = (one for one in self.differences if one.cause == cause)
+            lines += [f"{one.relative:9.2e}  {one.what}" for one in same]
+        return "\n".join(lines)
 
 
 def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckResult:
@@ -84,9 +86,9 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         whole, again = (_results(twin.module, twin.module(*args, **kw)) for [args], [kw] in batches)
         inputs, kwargs = _copied(inputs, kwargs)
         split = _results(twin.module, twin(*inputs, **kwargs))
-    reasons = [str(one.message).partition("the whole batch: ")[2] for one in told]
-    causes = [reason.partition(". ")[0] for reason in reasons if reason]
-    cause = "; ".join(causes) or "samples of a chunk are computed from each other"
+    texts = [str(one.message).partition("the whole batch: ")[2] for one in told]
+    reasons = [text.rpartition("; model.check")[0] for text in texts if text]
+    cause = ". And: ".join(reasons) or "samples of a chunk are computed from each other"
     found = []
     for name, value in whole.items():
         size = _relative(split.get(name), value)

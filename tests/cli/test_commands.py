@@ -37,6 +37,7 @@ def test_the_options_best_one_first(memory, says, first, invoke):
     assert "largest chunk over the option's: a smaller gpu0_bsz costs speed." in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goal", ["headroom", "batch"])
 def test_the_goal_decides_what_comes_first(goal, folder, invoke):
     invoke(*WIDE, "--memory", "24GiB,11GiB,11GiB", "--for", goal, "--json", "goal.json")

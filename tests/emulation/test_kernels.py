@@ -231,6 +231,7 @@ def test_memory_of_attention_is_linear(device, name, dropout_p):
 # Other operators with a kernel of their own.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_one_kernel(devices, kind):
     """With dropout they run step by step, as all did; backward takes no more memory than that."""

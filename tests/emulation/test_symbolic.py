@@ -43,6 +43,7 @@ def trained_bytes(case: Case, dropout: float, device: torch.device) -> list[int]
 MEASURED = [name for name in MODELS if name != "weight norm" or has_torch("2.13")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dropout"), [*product(MEASURED, [0.0]), *product(WITH_DROPOUT, [0.2])]
 )

@@ -207,6 +207,7 @@ def test_running_out_in_evaluation_moves_nothing():
                 torch.zeros(2**23, device=loop.device)
 
 
+@pytest.mark.slow
 def test_running_out_in_backward():
     workload = replace(TALL, model=lambda: short_of_memory_in_backward(["lazy:0"])[0])
     with looping(workload, 3, symbolic=False, memory=["24MiB", "64MiB", "64MiB"]) as loop:

@@ -229,7 +229,9 @@ SETTINGS = [
     ("kind", "gpu0_bsz", "streams", "where", "options"), [s for s in SETTINGS if s[0] in KINDS]
 )
 @pytest.mark.parametrize("train", [steps, accumulated, some_only])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", ["tied", *(pytest.param(n, marks=pytest.mark.slow) for n in LOSSES if n != "tied")]
+)
 def test_training_is_that_of_the_module(
     name, train, gpu0_bsz, streams, where, options, devices, monkeypatch
 ):

@@ -216,6 +216,7 @@ def test_alternatives_add_to_what_is_asked_for():
     assert {(o.gather, o.spread) for o in both.options} == {(False, True)}
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_module():
     weight = torch.ones(10)
     workload = replace(SMALL["convolutions"](), loss=torch.nn.CrossEntropyLoss(weight=weight))
