@@ -33,7 +33,8 @@ def parse_capacities(
         return None
     sizes = memory.split(",")
     if len(sizes) > 1 and num_devices not in (None, len(sizes)):
-        raise ArgumentError(f"--memory gives {len(sizes)} devices, but --devices is {num_devices}")
+        fact = f"--memory has {len(sizes)} sizes, but --devices is {num_devices}"
+        raise ArgumentError(f"{fact}; leave --devices out, or give one size")
     if len(sizes) == 1:
         sizes *= num_devices or len(accelerators(emulate=emulate)) or 4
     return [parse_bytes(size, "--memory") for size in sizes]

@@ -66,7 +66,8 @@ class MemoryProbe:
                 self.nvml_error = f"NVML failed: {error}"
         if not self.devices and not self._unseen:
             reason = self.nvml_error or "NVML lists no board"
-            raise ProbeError(f"torch sees no accelerator, and {reason}")
+            remedy = "without GPUs, use emulate_devices, or the command balanced-dp run"
+            raise ProbeError(f"torch sees no accelerator, and {reason}; {remedy}")
 
     def _open_nvml(self, lists_unseen: bool) -> None:
         boards = list_boards()

@@ -51,11 +51,10 @@ class CheckResult:
             return f"{what}: not split; give a larger batch, or device_ids=['cpu', 'cpu']"
         if not self.differences:
             return f"{what}: all equal the whole batch's"
-        lines = [f"{what}: {len(self.differences)} differ from the whole batch's"]
+        lines = [f"{what}: {len(self.differences)} differ from the whole batch's, relatively by"]
         for cause in dict.fromkeys(one.cause for one in self.differences):
-            lines.append(f"Likely cause: {cause}. Relative differences:")
-            same = (one for one in self.differences if one.cause == cause)
-            lines += [f"{one.relative:9.2e}  {one.what}" for one in same]
+            lines += [f"{size:9.2e}  {n}" for n, size, why in self.differences if why == cause]
+            lines.append(f"Likely cause: {cause}.".replace(". ", ".\n"))
         return "\n".join(lines)
 
 

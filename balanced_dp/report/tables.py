@@ -35,6 +35,9 @@ class Code:
 Part: TypeAlias = str | Code | TextTable
 """A sentence, lines to paste, or a table."""
 
+_FIRST = {"speed": "fastest first", "headroom": "least full first", "batch": "largest batch first"}
+"""The order of options by the goal of a report."""
+
 
 def answer(report: Report) -> Iterator[Part]:
     """Yield the parts of the answer: sentences, lines to paste, and tables."""
@@ -104,7 +107,7 @@ def option_table(report: Report) -> TextTable:
             row["weights on"] = "all" if option.spread else "device 0"
         rows.append(row)
     return TextTable(
-        f"{'Options that fit' if report.has_capacity else 'Measured options'}, the best one first",
+        f"Options{' that fit' * report.has_capacity}, {_FIRST[report.goal]}",
         [*rows[0]],
         [[*row.values()] for row in rows],
         marked=0,
@@ -231,9 +234,8 @@ def candidate_table(report: Report) -> TextTable:
     scale, unit = byte_scale(max((max(option.peak_bytes) for option in found), default=1))
     rows = []
     for option in found:
-        held = option.peak_bytes[0], max(option.peak_bytes[1:])
-        cells = [f"{num_bytes / scale:.2f}" for num_bytes in held]
-        cells.append(f"{speed(option, report):.2f}")
+        held = option.peak_bytes[0] / scale, max(option.peak_bytes[1:]) / scale
+        cells = [f"{number:.2f}" for number in (*held, speed(option, report))]
         split = [str(option.chunk_sizes[0]), short_split(option.chunk_sizes)]
         rows.append([*split, *(["out of memory", "", ""] if option.out_of_memory else cells)])
     loss = "outputs gathered" if best.gather else "loss on each device"

@@ -35,7 +35,7 @@ def test_versions():
         ("plan nope --memory 1GiB", "there is no workload 'nope'; built in are char-lm, gpt2"),
         ("plan os:getcwd --memory 1GiB", "os:getcwd must return a balanced_dp.Workload, but"),
         ("plan char-lm --memory much", "--memory must be bytes or a size in B, KiB"),
-        ("plan char-lm --memory 1GiB,1GiB --devices 3", "--memory gives 2 devices, but"),
+        ("plan char-lm --memory 1GiB,1GiB --devices 3", "--memory has 2 sizes, but"),
         ("plan char-lm --memory 400MiB", "1.00 GiB of each device is kept free, but there"),
         ("tune char-lm --sweep 8", "--sweep must be FIRST:LAST such as 0:8, got '8'"),
         ("tune char-lm --sweep 8:0", "--sweep must be FIRST:LAST such as 0:8"),
