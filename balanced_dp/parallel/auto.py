@@ -233,7 +233,8 @@ def split_policy(
     if isinstance(gpu0_bsz, str):
         fact = "gpu0_bsz must be an integer, None or, without device_weights, 'auto'"
         raise ArgumentTypeError(f"{fact}, got {gpu0_bsz!r}")
-    return SplitPolicy(gpu0_bsz, devices, device_weights)
+    # One device gets the whole batch, as the CPU of a machine on which a script is tried.
+    return SplitPolicy(gpu0_bsz, devices, device_weights if len(devices) > 1 else None)
 
 
 _watching: weakref.WeakValueDictionary[int, AutoSplit] = weakref.WeakValueDictionary()
