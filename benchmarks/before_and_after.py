@@ -19,7 +19,7 @@ PATH = Path(__file__).parent.parent / "docs" / "before_and_after.svg"
 
 
 def measured(**options: bool) -> Report:
-    """Return the report of 32 samples on four devices of 11 GiB, as the command has it."""
+    """Return the report of 32 samples on four devices of 11 GiB, ranked by headroom."""
     capacities = [11 * 2**30] * 4
     workload = find_workload("gpt2-small")
     asked = {"capacities": capacities, "emulate": True, "goal": "headroom"}
@@ -39,7 +39,7 @@ def picture(report: Report, other: Report) -> str:
 
 
 def draw_panels(panels: dict[str, Option], size: tuple[float, float]) -> str:
-    """Return a picture with what each device holds, in a panel for each measurement."""
+    """Return a picture of what each device holds, with one panel for each measurement."""
 
     def draw(figure: Figure) -> None:
         figure.patch.set(facecolor="white", alpha=1)

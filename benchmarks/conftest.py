@@ -18,9 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module")
 def tables(request: pytest.FixtureRequest) -> Iterator[defaultdict[str, list[dict[str, Any]]]]:
-    """Rows by question, printed at the end, and written to the folder of ``--results``.
+    """The rows by question, which are printed at the end and written to the ``--results`` folder.
 
-    ``NOTES`` of a module say for each question how the figures were measured.
+    The ``NOTES`` of a benchmark's module say for each question how the figures were measured.
     """
     tables: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     yield tables

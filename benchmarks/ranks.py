@@ -1,4 +1,4 @@
-"""Steps of two ranks with and without ``scale_loss``; torchrun runs it for ``test_ranks.py``."""
+"""Steps of two ranks with and without ``scale_loss``. ``test_ranks.py`` runs this by torchrun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDS = 120
 
 
 def in_turns(steps: dict[str, Callable[[], Any]], reset: Callable[[], Any]) -> list[list[float]]:
-    """Return the seconds of each step: all take turns, in an order that chance changes."""
+    """Return the seconds of each step. The steps take turns, in a random order in each round."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     chance = random.Random(0)  # the same on all ranks
     for _ in range(2 + ROUNDS):
@@ -40,7 +40,7 @@ def in_turns(steps: dict[str, Callable[[], Any]], reset: Callable[[], Any]) -> l
 
 
 def measured() -> list[dict[str, Any]]:
-    """Return the ratio of each step to a plain one of the same model."""
+    """Return the time of each step, and its ratio to that of a plain step of the same model."""
     sizes = split_ranks(16, rank0_bsz=4)
     own = sizes[dist.get_rank()]
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """Return the middle 95 % of the median, of rounds drawn again."""
+    """Return the 95 % interval of the median, from 1000 samples of the rounds (a bootstrap)."""
     chance = random.Random(0)
     found = [statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(1000)]
     cuts = statistics.quantiles(found, n=40)
@@ -92,5 +92,5 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(rows))
     dist.barrier()
-    gc.collect()  # no model outlives its group, so that gloo's threads end while Python runs
+    gc.collect()  # models must not outlive their group: gloo's threads end before Python does
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""``nn.DataParallel``'s own steps without GPUs, for what they cost in Python.
+"""The steps of ``nn.DataParallel`` without GPUs, to measure what these steps cost in Python.
 
-``torch.nn.parallel``'s replicate, scatter, parallel_apply and gather run as they are. What they
-need of CUDA has a stand-in: weights are handed on instead of copied, their gradients are added up
-by the cheapest means that torch has, and streams and current devices are nothing.
+``torch.nn.parallel``'s replicate, scatter, parallel_apply and gather run as they are. Stand-ins
+replace CUDA: weights are passed on instead of copied, their gradients are added up in the cheapest
+way that torch has, and streams and current devices do nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _scatter_gather = importlib.import_module("torch.nn.parallel.scatter_gather")
 
 
 class Broadcast(torch.autograd.Function):
-    """As torch's: the tensors themselves for the first device, copies for the others."""
+    """Torch's function of this name, but with detached tensors in place of copies."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[int], *inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ class Broadcast(torch.autograd.Function):
 
 
 def broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Return for each device what stands for its copies: the tensors without their history."""
+    """Return the stand-ins for the copies on each device: the tensors, detached."""
     return [[tensor.detach() for tensor in tensors] for _ in devices]
 
 
@@ -57,7 +57,7 @@ def broadcast_coalesced_reshape(
 
 
 class Scatter(torch.autograd.Function):
-    """As torch's, to the CPU."""
+    """Torch's function of this name, but with chunks on the CPU."""
 
     @staticmethod
     def forward(
@@ -72,7 +72,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """As torch's, to the CPU."""
+    """Torch's function of this name, but with the result on the CPU."""
 
     @staticmethod
     def forward(ctx: Any, device: int, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def stock_on_cpu() -> Iterator[None]:
 
 
 def stock_steps(module: nn.Module, num_devices: int) -> Callable[..., Any]:
-    """Return what calls the module as ``nn.DataParallel.forward`` does."""
+    """Return a function that calls the module as ``nn.DataParallel.forward`` does."""
     ids = list(range(num_devices))
 
     def forward(*inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A benchmark's figures as a Markdown table, with what they were measured on."""
+"""A benchmark's figures as a Markdown table, with the hardware that they were measured on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 def hardware() -> str:
-    """Return the name of the GPU, or the number of CPU cores and what they are."""
+    """Return the name of the GPU; without a GPU, the number and the model of the CPU cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     try:
@@ -31,7 +31,7 @@ def write_table(question: str, rows: Sequence[Mapping[str, Any]], folder: Path, 
 
     Args:
         question: what the benchmark asks, in a word.
-        rows: records of the same keys, which are the columns.
+        rows: records with the same keys. The keys become the columns.
         folder: where to write.
         note: how the figures were measured.
     """

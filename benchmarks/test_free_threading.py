@@ -1,11 +1,12 @@
-"""Two replicas of a model that is nothing but Python code, next to one: with and without the lock.
+"""The time of two replicas compared with one, with and without Python's lock (the GIL).
 
-The models have hundreds of small modules, and their tensors are so small that launching takes all
-the time. Each replica gets a batch of its own. With the lock replicas take turns; without it they
-need not. Python has the lock or not for a whole process, so run this twice, with ``PYTHON_GIL=1``
-and ``PYTHON_GIL=0``, on a free-threaded build. One and two replicas take turns in one process; a
-figure is the median of the ratios of neighbours. What starting and ending threads takes does not
-grow with the model, so there are two of them.
+The models have hundreds of small modules, and their tensors are so small that almost all the time
+goes into Python code and launching. Each replica gets a batch of its own. With the lock, replicas
+take turns; without it, they can run at the same time. The lock is on or off for a whole process, so
+run this twice on a free-threaded build, with ``PYTHON_GIL=1`` and with ``PYTHON_GIL=0``. Calls with
+one and with two replicas alternate in one process, and a figure is the median of the ratios of
+neighbouring calls. The time to start and end threads does not grow with the model, so two
+models are measured.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ HAS_LOCK = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()
 QUESTION = "free-threading-with-lock" if HAS_LOCK else "free-threading"
 NOTES = {
     QUESTION: f"Forward passes on threads, {'with' if HAS_LOCK else 'without'} Python's lock, on a "
-    f"{'free-threaded' if is_free_threaded_build() else 'common'} build. Medians of the ratios of "
-    "neighbouring calls: two replicas with a batch each, by one replica in the calling thread."
+    f"{'free-threaded' if is_free_threaded_build() else 'common'} build. Medians over neighbouring "
+    "calls: the time of two replicas with a batch each, over that of one in the calling thread."
 }
 
 
@@ -50,7 +51,7 @@ MODELS = {"100 linear layers": perceptron, "transformer, 48 layers": transformer
 
 
 def ours(replicas: list[nn.Module], x: torch.Tensor) -> list[Any]:
-    # A repeated device has one thread for all of its replicas, and names differ for this only.
+    # The names differ because replicas on the same device would share one thread.
     devices = [torch.device("cpu"), torch.device("cpu", 1)][: len(replicas)]
     return parallel_apply(replicas, [((x,), {})] * len(replicas), devices, [])
 

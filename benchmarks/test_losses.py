@@ -1,9 +1,10 @@
-"""What it takes to find out what a loss is a mean over, next to a mean weighted by samples.
+"""The time to find out what a loss is a mean over, compared with a mean weighted by samples.
 
-Language models of transformers with all their layers and next to no width, whose labels are padded:
-nothing takes time but launching. Both ways take turns on one model, in forward passes on four
-replicas of a repeated CPU; a figure is the median of the ratios of neighbours. The weighted mean
-runs twice: its ratio to itself shows how well the rest is known.
+The models are language models of transformers, with padded labels. They have all their layers but
+almost no width, so that almost all the time goes into launching. Both ways alternate on one model,
+in forward passes of four replicas on one CPU, and a figure is the median of the ratios of
+neighbouring passes. The weighted mean runs twice: its ratio to itself shows how precise the other
+ratios are.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from balanced_dp import BalancedDataParallel
 from balanced_dp.parallel.losses.weights import ScalarOutputs
 
 NOTES = {
-    "losses": "Medians of the ratios of neighbouring forward passes: found out, by a mean weighted "
-    "by samples; the control is that mean by itself. Four replicas on one CPU core, 1 and 3 x 2 "
-    "samples of four tokens."
+    "losses": "Median ratios of the times of neighbouring forward passes: finding out the mean, to "
+    "a mean weighted by samples. Control: the weighted mean, to itself. Four replicas on one CPU "
+    "core, 1 and 3 x 2 samples of four tokens."
 }
 
 

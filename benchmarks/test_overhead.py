@@ -1,9 +1,10 @@
-"""What a step costs beside the model's own work, next to the same steps of ``nn.DataParallel``.
+"""What a step costs besides the model's own work, compared with a step of ``nn.DataParallel``.
 
 The module trees are those of BERT-base, of a GPT with 48 layers and of ResNet-50, with tensors so
-small that nothing takes time but the way there. The model's forward pass is one autograd function
-that uses every parameter. Both sides take turns in one process; a figure is the median of each, and
-their ratio. The ratio of the means shows garbage collection, too, which medians hide.
+small that computing takes almost no time. The model's forward pass is one autograd function that
+uses every parameter. Both sides take turns in one process. The figures are the median of each side
+and the ratio of the medians. The ratio of the means includes garbage collection, which medians
+hide.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from balanced_dp.parallel import replicate as replicate_module
 from .stock_on_cpu import broadcast, stock_on_cpu, stock_steps
 
 NOTES = {
-    "overhead": "Milliseconds; median of rounds in which both sides take turns, and the ratio of "
-    "the means, which have the garbage collector's time. Weights and gradients are handed on "
-    "instead of copied, on both sides."
+    "overhead": "Milliseconds: the medians over rounds in which both sides take turns. The ratio "
+    "of the means includes the garbage collector's time. On both sides, weights and gradients are "
+    "passed on instead of copied."
 }
 
 
@@ -51,7 +52,7 @@ TREES = {"BERT-base": bert, "GPT, 48 layers": gpt, "ResNet-50": resnet}
 
 
 class UsesAll(torch.autograd.Function):
-    """Hands on its input, and gives every parameter a gradient that was made before."""
+    """Returns its input, and gives every parameter a gradient that was created beforehand."""
 
     @staticmethod
     def forward(
@@ -78,7 +79,7 @@ class Overhead(nn.Module):
         for module in modules:
             modules += module.__dict__["_modules"].values()
         attributes = [module.__dict__ for module in modules]
-        # Torch's replicas have no parameters, but remember them.
+        # Torch's replicas have no parameters, but keep tensors in ``_former_parameters``.
         own = [a.get("_former_parameters") or a["_parameters"] for a in attributes]
         return [p for p in chain.from_iterable(map(dict.values, own)) if p is not None]
 
@@ -87,9 +88,9 @@ class Overhead(nn.Module):
 
 
 def on_cpus(module: nn.Module, num_devices: int) -> BalancedDataParallel:
-    """Wrap the module for devices that differ in name only: ``cpu:1`` and so on copy from ``cpu``.
+    """Wrap the module for the devices ``cpu``, ``cpu:1`` and so on, which differ only in name.
 
-    ``BalancedDataParallel`` takes such names for one device, so they are set afterwards.
+    ``BalancedDataParallel`` treats such names as one device, so they are set afterwards.
     """
     model = BalancedDataParallel(1, module, ["cpu"] * num_devices)
     model.device_ids[1:] = [torch.device("cpu", i) for i in range(1, num_devices)]
@@ -107,7 +108,7 @@ def seconds(function: Callable[[], Any]) -> float:
 def handed_on(
     devices: Sequence[torch.device], tensors: Sequence[torch.Tensor], arrivals: object = None
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """What stands for copies, as on torch's side."""
+    """Return detached tensors in place of copies, as on torch's side."""
     return dict(zip(devices, broadcast(tensors, range(len(devices))), strict=True))
 
 
@@ -117,7 +118,7 @@ def in_turns(
     theirs: Callable[[], Any],
     afterwards: Callable[[], Any],
 ) -> dict[str, Any]:
-    """Run both in turns, each with something untimed afterwards; returns medians and ratio."""
+    """Run both in turns, with ``afterwards`` untimed after each; return medians and ratios."""
     times: list[tuple[float, float]] = []
 
     def both() -> None:
@@ -140,7 +141,7 @@ def in_turns(
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("what", ["training step", "evaluation"])
 def test_step(benchmark, monkeypatch, tables, what, name, num_devices):
-    """Weights and gradients are handed on instead of copied, on both sides."""
+    """On both sides, weights and gradients are passed on instead of copied."""
     torch.set_num_threads(1)
     for module_with_copies in (replicate_module, shared_weights):
         monkeypatch.setattr(module_with_copies, "copy_to", handed_on)

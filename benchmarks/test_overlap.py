@@ -1,4 +1,4 @@
-"""How much of a step is transfers that nobody computes beside, on the stand-in's clock.
+"""How much of a step are transfers that do not overlap with computing, by the stand-in's clock.
 
 The stand-in for CUDA devices (``tests/cuda_stand_in``) is a model of the hardware, not hardware.
 """
@@ -15,12 +15,12 @@ from tests import cuda_stand_in
 from tests.step_on_clock import NUM_LAYERS, SPLITS, Layers, step_ratio
 
 NOTES = {
-    "overlap": "Length of a step, or of its backward pass, over the computing of the largest "
-    f"chunk; median of 5. {NUM_LAYERS} linear layers on four devices, inputs on the CPU. "
-    "Transfers: how long the gradients of one device travel, next to the backward pass of the "
-    "largest chunk; weights travel as long, inputs almost not. A model of the hardware, in which "
-    "one transfer at a time goes into a device, a collective takes as long as one, and launching "
-    "takes nothing."
+    "overlap": "Ratio: the time of a step, or of its backward pass, over the computing time of the "
+    f"largest chunk; median of 5. {NUM_LAYERS} linear layers on four devices, inputs on the CPU. "
+    "Transfers: the time to copy one device's gradients, over that of the largest chunk's backward "
+    "pass. Weights take as long, inputs almost no time. In this model of the hardware, a device "
+    "receives one transfer at a time, a collective takes as long as one transfer, and launching "
+    "takes no time."
 }
 
 

@@ -1,7 +1,7 @@
-"""What ``balanced-dp plan gpt2-small`` takes, and how that grows with the batch and the layers.
+"""The time of ``balanced-dp plan gpt2-small``, and how it grows with the batch and the layers.
 
-Each run is a process of its own; the ratios are to one of 12 layers with batches of 32, in the same
-run of this benchmark.
+Each plan runs in a process of its own. The ratios compare with a plan for 12 layers and batches of
+32, made in the same run of this benchmark.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def deeper() -> Workload:
 
 
 def plan(target: str, batch_size: int) -> tuple[float, int]:
-    """Return the seconds and the most bytes resident of a process that plans."""
+    """Return the seconds and the peak resident bytes of a process that makes a plan."""
     command = ["-m", "balanced_dp", "plan", target, "--batch-size", str(batch_size)]
     start = time.perf_counter()
     process = subprocess.Popen(

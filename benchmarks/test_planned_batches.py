@@ -20,15 +20,15 @@ from balanced_dp.tuning.step import measure_step
 from balanced_dp.tuning.workload import find_workload
 
 NOTES = {
-    "planned-batches": "Two steps with AdamW on one GPU, with the largest batch of which emulated "
-    f"devices say that it leaves {format_bytes(RESERVE)} of the capacity free. Reserved: the peak "
-    "of what torch's allocator held. Used: the GPU's memory by NVML while that was held."
+    "planned-batches": "Two steps with AdamW on one GPU. The batch is the largest that leaves "
+    f"{format_bytes(RESERVE)} of the capacity free on emulated devices. Reserved: the peak of "
+    "torch's allocator. Used: by how much the GPU's used memory grew at its peak, by NVML."
 }
 HELD: list[torch.Tensor] = []
 
 
 def hold_all_but(num_bytes: int) -> None:
-    """Leave so much of the GPU's memory free, to 2 MiB."""
+    """Fill the GPU's memory until ``num_bytes`` are left free, to within 2 MiB."""
     HELD.append(torch.zeros(1, device="cuda"))
     probe = MemoryProbe(["cuda:0"])
     while (left := probe.snapshot()[0].free_bytes - num_bytes) > 2**21:
@@ -41,14 +41,14 @@ def peak(name: str, batch_size: int) -> int:
 
 
 def planned(name: str, num_bytes: int) -> int:
-    """Return the largest batch whose peak on an emulated device is at most so many bytes."""
-    few, more = peak(name, 8), peak(name, 16)  # peaks are almost a line
+    """Return the largest batch whose peak on an emulated device is at most ``num_bytes``."""
+    few, more = peak(name, 8), peak(name, 16)  # peaks grow almost linearly
     sizes = range(round(8 + 8 * (num_bytes - few) / (more - few)) - 8, 2**20)
     return sizes[bisect.bisect_right(sizes[:16], num_bytes, key=lambda size: peak(name, size)) - 1]
 
 
 def train(name: str, batch_size: int) -> tuple[str, str, str]:
-    """Return whether it fits, and the peaks of the allocator's and the GPU's memory in use."""
+    """Return whether the batch fits, and the peaks of the allocator's and of the GPU's memory."""
     device, probe = torch.device("cuda:0"), MemoryProbe(["cuda:0"])
     before = probe.snapshot()[0].used_bytes
     torch.zeros(1, device=device)

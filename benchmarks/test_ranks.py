@@ -1,4 +1,4 @@
-"""What ``scale_loss`` costs: ``ranks.py`` under torchrun, two processes of one thread each."""
+"""What ``scale_loss`` costs. Torchrun runs ``ranks.py`` in two processes of one thread each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import balanced_dp
 NOTES = {
     "ranks-scaling": "A transformer with 3.7M parameters, 16 samples of T=64, two ranks on gloo "
     "with shares 4 and 12, forward and backward pass of one model. All steps take turns in 120 "
-    "rounds, and a ratio is the median of those of the rounds. The interval is that of rounds "
-    "drawn again."
+    "rounds, and a ratio is the median of the rounds' ratios. The interval is found by drawing "
+    "the rounds again (a bootstrap)."
 }
 
 

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from balanced_dp import emulate_devices
 from balanced_dp.cli.commands import app
-from balanced_dp.cli.demo import run_demo
+from balanced_dp.cli.demo import answer, run_demo
+from balanced_dp.tuning.report import RESERVE
 from benchmarks import before_and_after
 
 from .processes import run_ranks
@@ -20,6 +21,7 @@ from .processes import run_ranks
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in PAGES}
+READMES = [text for name, text in TEXTS.items() if name.startswith("README")]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
 """A block of code, and what it prints if that is shown below it."""
 SHOWN = [(name, *found) for name, text in TEXTS.items() for found in BLOCK.findall(text)]
@@ -40,10 +42,7 @@ BLOCKS = [
         code,
         output,
         id=f"{name}-{number}",
-        marks=[
-            *([pytest.mark.slow] if "= tune(" in code else []),
-            pytest.mark.skipif(bool(lacking(code)), reason=f"lacks {lacking(code)}"),
-        ],
+        marks=pytest.mark.skipif(bool(lacking(code)), reason=f"lacks {lacking(code)}"),
     )
     for number, (name, code, output) in enumerate(SHOWN)
     if (name, code, output) not in [*OF_RANKS, *SCRIPTS]
@@ -150,28 +149,40 @@ def test_files_that_are_linked_exist(path):
         assert (path.parent / target).exists(), target
 
 
+def numbers_in(text):
+    return [*map(float, re.findall(r"(?<![-\w])[\d.]*\d", text))]
+
+
 @pytest.mark.slow
 def test_the_picture_and_the_largest_batches():
     report, apart = before_and_after.measured(), before_and_after.measured(gather=False)
     figures = re.compile(r">([^<>]*(?:[MG]iB|samples|model)[^<>]*)<")
     drawn = figures.findall(before_and_after.picture(report, apart))
     assert figures.findall(before_and_after.PATH.read_text("utf-8")) == drawn != []
-    largest = [report.largest_batch(option) for option in (report.even, report.best)]
-    largest.append(apart.largest_batch(apart.best))
-    even, best, loss_apart = (option.batch_size for option in largest)
-    assert f"are {even}, {best} and {loss_apart}." in " ".join(TEXTS["README.md"].split())
-    assert (largest[1].chunk_sizes[0], f"{largest[1].speed:.2f}") == (0, "0.73")
+    options = [report.largest_batch(option) for option in (report.even, report.best)]
+    options.append(apart.largest_batch(apart.best))
+    assert (options[1].chunk_sizes[0], options[2].speed) == (0, 1)
+    numbers = {
+        32,
+        256,
+        report.capacity_bytes[0] >> 30,
+        RESERVE >> 30,
+        0,
+        round(options[1].speed, 2),
+    }
+    numbers |= {option.batch_size for option in options}
+    for text in READMES:
+        [told] = re.findall(r"GPT-2 small.*?gather=False", text, re.DOTALL)
+        assert {*numbers_in(told)} == numbers
 
 
 @pytest.mark.slow
-def test_the_memory_of_the_demo():
-    _, runs = run_demo(steps=2, emulate=True)
-    lines = re.findall(r"^ (split|peak, .*?) {2,}(.*)$", TEXTS["README.md"], re.MULTILINE)
-    numbers = {name: [*map(float, re.findall(r"[\d.]+", line))] for name, line in lines}
-    measured = [run.measured for run in runs]
-    assert numbers["split"] == [size for found in measured for size in found.chunk_sizes]
-    firsts = [found.peak_bytes[0] / 2**20 for found in measured]
-    others = [max(found.peak_bytes[1:]) / 2**20 for found in measured[1:]]
-    # The text, and with it the number of different characters, is that of the Python.
-    assert numbers["peak, device 0"] == pytest.approx(firsts, rel=0.005)
-    assert numbers["peak, highest other"] == pytest.approx(others, rel=0.005)
+def test_the_table_of_the_demo():
+    """The text, and with it the number of different characters, is that of the Python."""
+    table, *_ = answer(run_demo(emulate=True)[1])
+    [percent] = re.findall(r"memory varies by up to ([\d.]+) %", TEXTS["README.md"])
+    for text in READMES:
+        shown = dict(re.findall(r"^ (\w[\w, ]*?) {2,}(.*)$", text, re.MULTILINE))
+        for name, *cells in table.rows:
+            own, ours = (numbers_in(line) for line in (shown[name], " ".join(cells)))
+            assert own == pytest.approx(ours, rel=float(percent) / 100, abs=0.1)

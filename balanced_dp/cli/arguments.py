@@ -14,19 +14,19 @@ TARGET = Argument(help="A built-in workload, or package.module:function, or file
 NumDevices = Annotated[int | None, Option("--devices", min=2, help="Default: all GPUs, or 4.")]
 Emulate = Annotated[bool, Option("--emulate", help="Emulate devices even if there are GPUs.")]
 Memory = Annotated[
-    str | None, Option(help="Capacity of all devices, or of each: 24GiB,11GiB. GB means GiB.")
+    str | None, Option(help="Capacity of all devices, or of each: 24GiB,11GiB. 1GB is 1GiB.")
 ]
-Reserve = Annotated[str | None, Option(help="Memory to keep free of a capacity; default: 1GiB.")]
+Reserve = Annotated[str | None, Option(help="Memory of each GPU to keep free; default: 1GiB.")]
 GOAL = Option("--for", help="How options rank; default: speed, or headroom without capacities.")
 JsonFile = Annotated[Path | None, Option("--json", metavar="FILE", help="Write JSON; - is stdout.")]
-Html = Annotated[Path | None, Option(metavar="FILE", help="Write a page; - is stdout.")]
+Html = Annotated[Path | None, Option(metavar="FILE", help="Write an HTML page; - is stdout.")]
 Markdown = Annotated[Path | None, Option(metavar="FILE", help="Write Markdown; - is stdout.")]
 
 
 def parse_capacities(
     memory: str | None, num_devices: int | None, emulate: bool
 ) -> list[int] | None:
-    """Return the capacity of each device, None if none is given."""
+    """Return the capacity of each device; None if ``memory`` is None."""
     from ..emulation.fallback import accelerators
 
     if memory is None:
@@ -41,7 +41,7 @@ def parse_capacities(
 
 
 def parse_reserve(reserve: str | None) -> int | None:
-    """Return the bytes to keep free of each device, None if they are not given."""
+    """Return the bytes of each device to keep free; None if ``reserve`` is None."""
     return None if reserve is None else parse_bytes(reserve, "--reserve")
 
 

@@ -1,6 +1,6 @@
 """The command ``balanced-dp``.
 
-Commands import what they need when they run, so ``--help`` need not wait for torch.
+Each command imports its modules only when it runs, so ``--help`` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def run(
     gpu0_bsz: Annotated[
         str, Option(metavar="N|auto|even", help="Samples of device 0; auto searches for the best.")
     ] = "auto",
-    steps: Annotated[int | None, Option(min=1, help="Training steps to end after.")] = None,
-    symbolic: Annotated[bool, Option("--symbolic", help="Emulate shapes only: fast.")] = False,
+    steps: Annotated[int | None, Option(min=1, help="End after so many training steps.")] = None,
+    symbolic: Annotated[bool, Option("--symbolic", help="Emulate only shapes: faster.")] = False,
     emulate: arguments.Emulate = False,
     goal: Annotated[Literal["speed", "headroom"] | None, arguments.GOAL] = None,
     json_file: arguments.JsonFile = None,
@@ -85,10 +85,10 @@ def run(
 ) -> None:
     """Run a training script, unchanged, and show what fills each GPU and which gpu0_bsz is best.
 
-    Runs on all GPUs of this machine if it has two or more, otherwise on emulated ones that the
-    script sees as CUDA devices; these may hold more than --memory. nn.DataParallel becomes
-    BalancedDataParallel; the script's own BalancedDataParallel is split as --gpu0-bsz says, too.
-    stdout is the script's.
+    Runs on all GPUs of this machine if it has two or more, otherwise on emulated GPUs that the
+    script sees as CUDA devices. Emulated GPUs may hold more than --memory. nn.DataParallel becomes
+    BalancedDataParallel. If the script uses BalancedDataParallel itself, that is split as
+    --gpu0-bsz says, too. Only the script writes to stdout.
     """
     from . import console
     from .run import run_and_measure
@@ -113,7 +113,7 @@ def run(
     )
     own = {name for option in context.command.params for name in option.opts}
     misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
-    if exit_code == 2 and misplaced:  # what argparse ends a script with
+    if exit_code == 2 and misplaced:  # argparse exits with 2 if it does not know an option
         console.say(f"{misplaced[0]} went to the script; place it before {script}")
     if report is not None:
         console.show(report, json_file, html, stderr=True)
@@ -146,7 +146,7 @@ def tune(
     ] = False,
     is_list: Annotated[bool, Option("--list", help="List the built-in workloads.")] = False,
 ) -> None:
-    """Measure a workload at several values, choose gpu0_bsz, and write a report.
+    """Measure a workload with several values of gpu0_bsz, and report the best one.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
@@ -199,12 +199,12 @@ def tune(
 
 @app.command("report")
 def report_command(
-    file: Annotated[Path, Argument(help="A JSON file of run, plan, tune or demo.")],
+    file: Annotated[Path, Argument(help="A JSON file that run, plan, tune or demo wrote.")],
     html: arguments.Html = None,
     markdown: arguments.Markdown = None,
     json_file: arguments.JsonFile = None,
     against: Annotated[
-        Path | None, Option(metavar="FILE", help="Compare the best option with an older file's.")
+        Path | None, Option(metavar="FILE", help="Compare with the best option of an older file.")
     ] = None,
     limits: Annotated[
         str,
@@ -213,8 +213,8 @@ def report_command(
 ) -> None:
     """Show a report, write it as an HTML page, as Markdown or as JSON, or compare it.
 
-    --against compares peak, max_batch and speed of the best options. The exit code is 1 if one is
-    worse by more than its limit in --fail.
+    --against compares peak, max_batch and speed of the best options. The exit code is 1 if any of
+    these is worse than before by more than its limit in --fail.
     """
     from ..report import load_report, report_html, report_json, report_markdown
     from ..report.compare import compare_reports, comparison_table
@@ -246,10 +246,10 @@ def probe(
     json_file: arguments.JsonFile = None,
     watch_s: Annotated[float | None, Option("--watch", metavar="SECONDS", help="Repeat.")] = None,
 ) -> None:
-    """Show what each GPU holds, with its number in torch and in NVML and nvidia-smi.
+    """Show what each GPU holds, with its number in torch and its number in nvidia-smi (NVML).
 
-    --watch repeats it until Ctrl-C.
-    Without NVML, prints the reason and ends with exit code 1.
+    With --watch, the output is repeated until Ctrl-C.
+    If NVML cannot be used, the command prints the reason and ends with exit code 1.
     """
     from ..memory.probe import MemoryProbe
     from . import console
@@ -285,7 +285,7 @@ def validate(
 ) -> None:
     """Check gradients, and a workload's emulated memory and speed, on the GPUs of this machine.
 
-    Runs on all GPUs; several replicas share a single GPU. Without any, devices are emulated.
+    Runs on all GPUs. Several replicas share a single GPU. Without GPUs, devices are emulated.
     Ends with exit code 1 if a gradient is wrong.
     """
     from ..validation import validate as run_checks
@@ -348,7 +348,7 @@ def main() -> None:
 
     The exit code is 2 for invalid input, and 1 if there is nothing to measure.
     """
-    if sys.stderr is None:  # it is closed
+    if sys.stderr is None:  # stderr is closed
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process
     try:
         if sys.stdout is None:
@@ -357,7 +357,7 @@ def main() -> None:
         return
     except BalancedDataParallelError as error:
         exit_code, text = 1 if isinstance(error, ProbeError) else 2, str(error)
-    except OSError as error:  # stdout is full; typer ends the command if its reader has gone
+    except OSError as error:  # such as a full disk; typer itself handles a closed pipe
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)  # else Python fails again when it flushes stdout at its end
         exit_code, text = 2, f"the output cannot be written: {error.strerror}"

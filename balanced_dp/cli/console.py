@@ -80,7 +80,7 @@ def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None
 
 
 def as_json(record: Any, indent: int | None = 2) -> str:
-    """Return a record as a JSON text that ends its line."""
+    """Return a record as JSON text that ends with a newline."""
     return json.dumps(record, indent=indent) + "\n"
 
 
@@ -95,7 +95,7 @@ def show(report: Report, json_file: Path | None, html: Path | None, stderr: bool
 
 
 def memory_of_gpus(memories: Sequence[DeviceMemory]) -> Iterator[Part]:
-    """Yield a table of the memory of each GPU, and names and UUIDs."""
+    """Yield a table of the memory of each GPU, and a list of the GPUs' names and UUIDs."""
     note = "Used includes tensors, torch's cache, contexts and other processes."
     if any(memory.device is None for memory in memories):
         note += "\nDevices without a torch number are not visible to torch."

@@ -21,7 +21,7 @@ BATCH_SIZE = 32
 """Samples in a batch."""
 
 LOSS_TOLERANCE = 1e-4
-"""Largest allowed difference between losses at a step: float32 sums differ in order."""
+"""The largest allowed difference between losses at a step: float32 sums differ in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ def run_demo(
     Args:
         num_devices: number of devices, at least 2; None means all GPUs, or four emulated devices.
         steps: training steps of each run, at least 1.
-        gpu0_bsz: samples of device 0 in the last run; None means those that ``tune`` finds.
+        gpu0_bsz: samples of device 0 in the last run; None means the value that ``tune`` finds.
         emulate: whether to emulate devices even if there are two or more accelerators.
     """
     found = accelerators(num_devices, emulate)
     num = num_devices or len(found) or 4
-    # Emulated in any case: the largest batch that fits would fill GPUs.
+    # Emulated even if there are GPUs, because measuring the largest batch would fill them.
     report = tune(_workload(), BATCH_SIZE, num, emulate=True, with_alternatives=False)
     value, runs = report.best.chunk_sizes[0] if gpu0_bsz is None else gpu0_bsz, []
     for name, gpu0_bsz in ("one device", None), ("even split", None), ("balanced", value):

@@ -45,22 +45,22 @@ def run_and_measure(
     """Run a script on GPUs or on emulated devices, and measure its training steps.
 
     Args:
-        script: its file, or with ``is_module`` the name of a module.
-        script_arguments: its command line.
-        is_module: whether it is run as with ``python -m``.
+        script: the file of the script, or the name of a module if ``is_module``.
+        script_arguments: the command line of the script.
+        is_module: whether to run a module, as ``python -m`` does.
         gpu0_bsz: how batches are split, as for ``Loop``.
         num_devices: number of devices; None means one for each capacity, all GPUs, or four emulated
             ones.
         capacities: capacity of each emulated device in bytes, which it may exceed.
-        reserve: bytes to keep free of each, as in ``tune``.
+        reserve: bytes of each device to keep free, as in ``tune``.
         steps: the number of training steps after which the script is ended.
         symbolic: whether emulated devices keep shapes only.
         emulate: whether to emulate devices even if there are GPUs.
         goal: as in ``tune``.
 
     Returns:
-        The script's exit code; the report, or None if the script's batches were not split here; and
-        the output without a report.
+        The script's exit code; the report, or None if none of the script's batches were split; and
+        what to print if there is no report.
 
     Raises:
         ArgumentError: the devices cannot be opened or are too small.
@@ -83,7 +83,8 @@ def run_and_measure(
         ) as devices,
     ):
         if not found:
-            warnings.simplefilter("ignore", ResourceWarning)  # the script's tensors outlive it
+            # The script's tensors may outlive the context.
+            warnings.simplefilter("ignore", ResourceWarning)
             current_machine().ignore_capacities()
             current_machine().reads_unknown_as_nan = True
         shapes = " with shapes only: the values that it reads are NaN" if symbolic else ""
@@ -98,7 +99,7 @@ def run_and_measure(
         tried = loop.last_split
         if exit_code == 1 and tried and tried[0] < even_share(sum(tried), len(tried)):
             fact = f"The script failed after a call in chunks of {tried}"
-            notes += (f"{fact}. To rule out the split, try that of torch, --gpu0-bsz even.",)
+            notes += (f"{fact}. To rule out the split as the cause, try --gpu0-bsz even.",)
         if loop.options:
             budgets = loop.budgets  # in the order of the model's devices
             report = Report.of(
@@ -142,7 +143,7 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.batch_size:
         ran = f"{loop.num_iterations} ran{', without optimizer state' * (loop.num_iterations == 1)}"
-        return f"Comparing splits takes two steps with batches of one size; {ran}."
+        return f"Comparing splits takes two steps with batches of equal size; {ran}."
     if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
     if sum(map(bool, loop.last.peak_bytes)) < 2:

@@ -26,7 +26,7 @@ def check_script(name: str, is_module: bool) -> None:
 
 
 def is_library(filename: str) -> bool:
-    """Return whether a file is not the user's, but of Python or a package."""
+    """Return whether a file belongs to Python or to an installed package, not to the user."""
     ours, stdlib = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
     packages = *site.getsitepackages(), site.getusersitepackages()
     return filename.startswith(("<", ours, stdlib, *packages))

@@ -1,4 +1,4 @@
-"""Emulated devices: accelerators on the CPU whose memory is counted to the byte."""
+"""Emulated devices: accelerators that run on the CPU, with memory counted to the byte."""
 
 from .context import EmulatedDevices, emulate_devices
 from .ledger import MemoryBreakdown

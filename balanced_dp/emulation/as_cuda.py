@@ -1,9 +1,9 @@
 """``emulate_devices(..., as_cuda=True)``: scripts see emulated devices under the name "cuda".
 
-Torch without CUDA refuses that device type, so tensors stay on ``DEVICE_TYPE``, and names are
-translated where Python code meets torch: functions translate the devices that they get,
-emulated tensors report "cuda", and ``torch.cuda`` and ``torch.accelerator`` are about emulated
-devices. Modules and classes are patched, so this holds in all threads.
+A torch without CUDA refuses the device type "cuda". So tensors stay on ``DEVICE_TYPE``, and names
+are translated where Python code calls torch: functions translate their device arguments, emulated
+tensors report "cuda", and ``torch.cuda`` and ``torch.accelerator`` report on emulated devices.
+Modules and classes are patched, so the names hold in all threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Device = torch.device
 
 
 def to_emulated(device: Any) -> Any:
-    """Return the emulated device that ``device`` names; return it as it is if it names none.
+    """Return the emulated device that ``device`` names, or ``device`` itself if it names none.
 
     Raises:
         EmulationError: the device does not exist.
@@ -45,15 +45,16 @@ def to_emulated(device: Any) -> Any:
 
 
 def to_named(device: torch.device) -> torch.device:
-    """Return the name of an emulated device; return any other device as it is."""
+    """Return an emulated device under its name "cuda"; return any other device as it is."""
     return _Device(CUDA, device.index) if device.type == DEVICE_TYPE else device
 
 
 def translating(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
     """Return ``function`` with its device translated, and without ``pin_memory``.
 
-    The device is the keyword ``device`` or, if it is given, the argument at ``position``. Without
-    either, a factory gets the default device of the current machine, if there is one.
+    The device is the keyword argument ``device`` or, if ``position`` is given, the positional
+    argument there. A factory that is called without a device gets the default device of the current
+    machine, if the machine has one.
     """
     is_factory = function in default_device._device_constructors()
 
@@ -72,7 +73,7 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
 
 def _default_device() -> str | None:
-    """Return the default device of the open context, unless torch has set one of its own."""
+    """Return the default device of the open context; None if torch has one of its own."""
     if not has_machine() or not current_machine().default_device:
         return None
     modes = torch.overrides._get_current_function_mode_stack()
@@ -83,7 +84,7 @@ def _default_device() -> str | None:
 def _stand_in(
     name: str, make: Callable[..., Any], is_instance: Callable[[Any], bool], **attributes: Any
 ) -> Any:
-    """Return a stand-in for a class of torch, which creates and recognizes its instances."""
+    """Return a stand-in that creates and recognizes the instances of one of torch's classes."""
     special = {
         "__call__": lambda cls, *args, **kwargs: make(*args, **kwargs),
         "__instancecheck__": lambda cls, instance: is_instance(instance),
@@ -98,7 +99,7 @@ device = _stand_in(
     ),
     lambda instance: isinstance(instance, _Device),
 )
-"""``torch.device``, for which an int is the index of an emulated device."""
+"""A stand-in for ``torch.device`` that takes an int as the index of an emulated device."""
 
 
 # Tensors.
@@ -133,7 +134,7 @@ def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> 
 
 
 def _new(self: torch.Tensor, *args: Any) -> torch.Tensor:
-    if self.is_sparse:  # SparseAdam makes one of its indices and values
+    if self.is_sparse:  # SparseAdam makes a sparse tensor from indices and values
         return torch.sparse_coo_tensor(*args, dtype=self.dtype, device=self.device)
     return legacy_tensor(self.dtype, self.device, args)
 
@@ -163,7 +164,7 @@ LEGACY_TYPES = {name: _legacy_type(name) for name in torch.cuda.__all__ if name.
 
 
 def set_default_tensor_type(kind: Any) -> None:
-    """Set the default dtype and device of all threads to those of a type, or of its name."""
+    """Set the default dtype and device of all threads to those of a tensor type or its name."""
     if isinstance(kind, str):
         kind = pkgutil.resolve_name(kind)
     torch.set_default_dtype(kind.dtype)
@@ -171,7 +172,7 @@ def set_default_tensor_type(kind: Any) -> None:
 
 
 class Generator(torch.Generator):
-    """A generator of any device; as emulated devices, it computes on the CPU."""
+    """A generator for any device; like emulated devices, it computes on the CPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         """Return a generator that reports ``device``."""
@@ -179,11 +180,11 @@ class Generator(torch.Generator):
         generator._device = to_named(torch.device(to_emulated(device)))
         return generator
 
-    # Torch's stubs have an attribute.
+    # Torch's stubs declare a plain attribute.
     device = property(lambda self: self._device)
 
 
-# To load a tensor, torch makes it on the device of its storage, then sets the storage.
+# To load a tensor, torch creates the tensor on the device of its storage, then sets the storage.
 
 
 class StorageOnDevice(torch.UntypedStorage):
@@ -203,9 +204,10 @@ def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False)
 
 
 def location_of(storage: torch.UntypedStorage) -> str | None:
-    """Return the location of a storage for a file, or None if it is on no device named "cuda".
+    """Return the location to save for a storage, or None if the storage is not on "cuda".
 
-    To torch, storages of emulated devices are on the CPU, so that the file loads anywhere.
+    For None, torch saves the location "cpu", since it sees emulated storages as CPU storages. Such
+    a file loads anywhere.
     """
     machine, allocation = current_machine(), getattr(storage, "_allocation", None)
     if allocation is None or machine.device_type != CUDA:
@@ -214,7 +216,7 @@ def location_of(storage: torch.UntypedStorage) -> str | None:
 
 
 def restore(storage: Any, location: str) -> Any:
-    """Return the storage for a tensor on ``location``, or None if it is not an emulated device."""
+    """Return the storage for a tensor on ``location``; None if that is no emulated device."""
     is_emulated = location.split(":")[0] == current_machine().device_type
     return storage_on_device(storage, location) if is_emulated else None
 
@@ -228,7 +230,7 @@ def patches_of_names(machine: Machine) -> list[Patches]:
 
 
 def _tensors() -> Patches:
-    """Return patches of methods: those that take a device or name CUDA."""
+    """Return patches of tensor methods and classes that take a device or are about CUDA."""
     base, nn = torch._C.TensorBase, cast(Any, torch._C._nn)
     new = [name for name in vars(base) if name.startswith("new_")]
     return {
@@ -306,20 +308,20 @@ def _cuda_modules(machine: Machine) -> Patches:
 
 
 def _without_hardware(machine: Machine) -> Patches:
-    """Return patches of functions that differ without CUDA or with unknown gradients."""
+    """Return patches of functions that need CUDA's hardware or the values of gradients."""
     backends: Any = torch.distributed.Backend.default_device_backend_map
     never = property(lambda self: None, lambda self, value: None)
     return {
         torch.multiprocessing: {"spawn": _refuse_to_spawn},
         torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
-        # A scaler skips the step if a gradient is not finite, which symbolic devices do not know.
+        # A scaler skips the step if a gradient is not finite, and symbolic ones have no values.
         torch.amp.GradScaler: {"_enabled": never} if machine.symbolic else {},
-        # Else each operator prints that it failed to record an event.
+        # Otherwise each operator prints that it failed to record an event.
         torch.profiler.profiler._KinetoProfile: {"use_device": never},
-        # Scripts compare it, and torchvision compares it with its own.
+        # Scripts compare CUDA's version, and torchvision compares it with that of its own build.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
-        # Its kernels hide their memory, and take tokens without padding as nested tensors.
+        # The kernels of the fast path hide their memory, and use nested tensors to skip padding.
         torch.backends.mha: {"get_fastpath_enabled": lambda: False},
     }
 

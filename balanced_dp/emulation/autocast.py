@@ -2,7 +2,7 @@
 
 Torch refuses device types without a dispatch key for autocast, such as "lazy". But an autocast key
 works for any tensor that carries it. So emulated tensors carry the key of PrivateUse1. This file
-registers the kernels of that key, which cast arguments above autograd as torch's do. While
+registers kernels for that key. Like torch's own, these kernels cast arguments above autograd. While
 emulate_devices is open, torch's autocast state for "lazy" is that of "privateuseone", so code that
 reads this state, such as activation checkpointing, works unchanged.
 """
@@ -22,8 +22,8 @@ from .machine import DEVICE_TYPE, Patches
 from .tensor import AUTOCAST_KEY, EmulatedTensor
 
 # Source: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE of
-# aten/src/ATen/autocast_mode.h, torch 2.13. All others that torch casts on CUDA run in float32.
-# There, norm gets a dtype, and binary_cross_entropy is an error.
+# aten/src/ATen/autocast_mode.h, torch 2.13. All other operators that torch casts on CUDA run in
+# float32 here. On CUDA, norm gets a dtype instead, and binary_cross_entropy is an error.
 _LOWER_PRECISION = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
     conv_transpose3d convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
     addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
@@ -37,14 +37,14 @@ _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_pu
 _STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 """Torch's functions that read and set the state of autocast."""
 
-# Weights cast to the autocast dtype. Torch's cache is shared by all threads, too.
+# Weights that were cast to the autocast dtype. All threads share this cache, as they do torch's.
 _cast_weights = WeakTensorKeyDictionary()
 
 
 def patches_of_autocast(device_type: str) -> Patches:
     """Return patches that extend torch's autocast functions to emulated devices.
 
-    Without a device type these functions are about CUDA devices.
+    If they are called without a device type, these functions are about CUDA devices.
     """
     emulated = {DEVICE_TYPE, device_type}
 
@@ -128,7 +128,7 @@ def _cast(tensor: EmulatedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _to_autocast_dtype(tensor: EmulatedTensor) -> torch.Tensor:
-    """Cast to the autocast dtype; a weight is cast once in an autocast context, as torch does."""
+    """Cast to the autocast dtype. As in torch, a weight is cast once in an autocast context."""
     dtype = torch.get_autocast_dtype(DEVICE_TYPE)
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
     uses_cache = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()

@@ -35,7 +35,10 @@ FOR_EMULATION = """
     ops.aten._scaled_dot_product_attention_math _C._storage_Use_Count ops.aten._efficientzerotensor
     _C._dispatch_get_registrations_for_dispatch_key
 """
-"""Without one of these, ``emulate_devices`` raises an EmulationError that names it."""
+"""The names in torch that emulated devices use.
+
+If torch lacks one of them, ``emulate_devices`` raises an EmulationError that says which.
+"""
 
 
 class EmulatedDevices(list[torch.device]):
@@ -48,18 +51,19 @@ class EmulatedDevices(list[torch.device]):
     def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
         """Return the bytes copied since the context was entered, by pair (source, target).
 
-        The CPU is one of the devices. Copies within a device are not counted.
+        The CPU counts as a device, too. Copies within a device are not counted.
         """
         return self._machine.copied_bytes()
 
     def memory_breakdown(self, device: torch.device | str | int) -> MemoryBreakdown:
         """Return the bytes on ``device`` by use, now and at the peak.
 
-        The uses are parameter, buffer, gradient, optimizer state, input, activation (all other
-        results of the forward and backward passes, including the loss's), gathered output (outputs
-        copied from another device) and other. A tensor counts as a parameter if it is an
-        ``nn.Parameter`` or a copy of one, as a buffer if its module was moved to the device, as a
-        gradient once backward accumulates it, and as optimizer state after the optimizer step.
+        The uses are parameter, buffer, gradient, optimizer state, input, activation, gathered
+        output and other. Gathered outputs are outputs that were copied from another device.
+        Activations are all other results of the forward and backward passes, including those of
+        the loss. A tensor counts as a parameter if it is an ``nn.Parameter`` or a copy of one, as
+        a buffer if it is the buffer of a module that was moved to the device, as a gradient once
+        backward has accumulated it, and as optimizer state after the optimizer step.
 
         Raises:
             EmulationError: the device does not exist.
@@ -75,12 +79,13 @@ def emulate_devices(
     symbolic: bool = False,
     as_cuda: bool = False,
 ) -> Iterator[EmulatedDevices]:
-    """Emulate ``num_devices`` accelerators on the CPU, ``torch.device("lazy", i)``.
+    """Emulate ``num_devices`` accelerators, ``torch.device("lazy", i)``, on the CPU.
 
-    Values are computed, code that mixes devices fails as on CUDA, and the memory of each device is
-    counted to the byte: each storage once, rounded up to 512 bytes like CUDA's allocator, and
-    freed with its last tensor. ``torch.get_device_module("lazy")`` has functions of
-    ``torch.cuda``.
+    Operators compute values, and code that mixes devices fails as it does on CUDA. The memory of
+    each device is counted to the byte. Each storage is counted once, until its last tensor is
+    freed. Its size is rounded up to a multiple of 512 bytes, as by CUDA's allocator.
+    ``torch.get_device_module("lazy")`` provides functions of ``torch.cuda``, such as
+    ``max_memory_allocated``.
 
     Inside the context ``nn.Module.to`` preserves the identity of parameters, as on CUDA, so tied
     weights stay tied.
@@ -95,9 +100,9 @@ def emulate_devices(
             bool tensors keep their values. Reading a value that was not computed raises
             ``SymbolicValueError``.
         as_cuda: whether the devices are named ``torch.device("cuda", i)``, for code that was
-            written for GPUs: ``.cuda()``, ``device="cuda:1"``, ``torch.cuda``,
-            ``torch.accelerator``, ``tensor.is_cuda`` and the like then refer to them, in all
-            threads. CUDA graphs, NCCL and other unsupported features raise ``EmulationError``.
+            written for GPUs. In all threads, ``.cuda()``, ``device="cuda:1"``, ``torch.cuda``,
+            ``torch.accelerator``, ``tensor.is_cuda`` and the like then refer to the emulated
+            devices. CUDA graphs, NCCL and other unsupported features raise ``EmulationError``.
 
     Yields:
         The devices, as a sequence with ``copied_bytes()`` and ``memory_breakdown(device)``.
@@ -119,7 +124,8 @@ def emulate_devices(
     device_type = "cuda" if as_cuda else DEVICE_TYPE
     machine = Machine(_capacities(num_devices, memory), symbolic, device_type)
     require(FOR_EMULATION, "emulated devices", EmulationError)
-    from .patches import patched  # a torch without the names that it uses can still train
+    # Imported here, so that training still works with a torch that lacks names used by patches.
+    from .patches import patched
 
     with make_current(machine), patched(machine):
         yield EmulatedDevices(machine)
@@ -142,7 +148,7 @@ def _capacities(num_devices: int, memory: Any) -> list[int]:
 
 def _warn_of_leaks(machine: Machine) -> None:
     if any(ledger.allocated_bytes for ledger in machine.ledgers):
-        gc.collect()  # the first optimizer of a process leaves a cycle, which is not a leak
+        gc.collect()  # a process's first optimizer leaves a reference cycle, which is no leak
     leaks = [
         f"{use} {format_bytes(num_bytes)} on {device}"
         for device, ledger in zip(machine.devices, machine.ledgers, strict=True)

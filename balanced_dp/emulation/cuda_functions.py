@@ -1,6 +1,6 @@
-"""Functions of ``torch._C`` for ``torch.cuda`` and ``torch.accelerator``, on emulated devices.
+"""Stand-ins for the functions of ``torch._C`` that ``torch.cuda`` and ``torch.accelerator`` call.
 
-Operations on emulated devices are synchronous and in order, so streams and events do nothing.
+Operations on emulated devices are synchronous and in order, so streams and events never wait.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Event:
         return (end_event._time_s - self._time_s) * 1e3
 
 
-# Dynamo of torch 2.5, which optimizers import, asserts that streams and events have these bases.
-# The types that mypy reads are those of a newer torch, which lacks them.
+# Optimizers import dynamo, which in torch 2.5 asserts that streams and events have these bases.
+# Mypy reads the types of a newer torch, which lacks these bases.
 if torch.__version__ < "2.6":
     torch._streambase._StreamBase.register(Stream)  # type: ignore[attr-defined]
     torch._streambase._EventBase.register(Event)  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def exchange_device(index: int) -> int:
     return before
 
 
-# Scripts have a peak of their own to reset, so that they do not disturb measurements.
+# Scripts reset a peak of their own, so that they do not disturb measurements.
 
 
 def _memory_stats(index: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _memory_stats(index: int) -> dict[str, Any]:
 _USES = ("allocated", "reserved", "active", "requested")
 
 
-# Copies between devices, for torch.nn.parallel.comm. Here tensor.to takes an int, too.
+# Copies between devices, for torch.nn.parallel.comm. The patched tensor.to takes an int, too.
 
 
 def _broadcast_coalesced(
@@ -154,4 +154,4 @@ _BY_NAMES: dict[tuple[str, ...], Callable[..., Any]] = {
 }
 
 ANSWERS = {name: answer for names, answer in _BY_NAMES.items() for name in names}
-"""The functions of ``torch._C``, by name."""
+"""The stand-ins for functions of ``torch._C``, by name."""

@@ -1,7 +1,7 @@
 """The device module of emulated devices, ``torch.get_device_module("lazy")``.
 
-It has functions of ``torch.cuda`` for the devices of the open ``emulate_devices`` context. A device
-is an int, a string, a ``torch.device``, or None for the current one, as in ``torch.cuda``.
+It has functions of ``torch.cuda`` for the devices of the open ``emulate_devices`` context. As in
+``torch.cuda``, a device is an int, a string, a ``torch.device``, or None for the current device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _initialized = True
 """torch.utils.checkpoint saves the states of the generators only if this is true."""
 
 
-class device:  # the name of torch.cuda.device
+class device:  # in lower case, as torch.cuda.device is
     """Context manager that changes the current device of this thread."""
 
     def __init__(self, device: Device) -> None:
@@ -114,7 +114,7 @@ def get_device_properties(device: Device = None) -> Any:
 
 
 def synchronize(device: Device = None) -> None:
-    """Check the device; operations on emulated devices are synchronous."""
+    """Check that the device exists; operations on emulated devices are synchronous."""
     _index(device)
 
 

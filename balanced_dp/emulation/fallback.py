@@ -13,7 +13,7 @@ from .context import emulate_devices
 
 
 def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[torch.device]:
-    """Return the GPUs that ``training_devices`` provides; none if it emulates devices."""
+    """Return the GPUs that ``training_devices`` provides; an empty list if it emulates devices."""
     found = [] if emulate else resolve_devices(None)
     return found[:num_devices] if len(found) >= (num_devices or 2) else []
 
@@ -28,23 +28,24 @@ def training_devices(
 ) -> AbstractContextManager[Sequence[torch.device]]:
     """Provide the GPUs of this machine, or emulated devices if there are too few.
 
-    With ``num_devices``, they are the first GPUs if there are that many, otherwise emulated
-    devices. Without it, they are all GPUs if there are two or more, otherwise four emulated
-    devices. GPUs can be accelerators of any type. Inside ``emulate_devices``, its devices take the
-    place of the GPUs.
+    With ``num_devices``, this provides the first ``num_devices`` GPUs if there are enough,
+    otherwise emulated devices. Without it, this provides all GPUs if there are two or more,
+    otherwise four emulated devices. GPUs can be accelerators of any type. Inside
+    ``emulate_devices``, the devices of that context take the place of the GPUs.
 
-    Emulated devices end with the ``with`` block. Copy tensors that are needed later to the CPU.
+    Emulated devices cannot be used after the ``with`` block. Copy tensors that are needed later to
+    the CPU.
 
     Args:
         num_devices: number of devices, at least 1. None means all GPUs, or four emulated devices.
-        memory: capacity of emulated devices, as in ``emulate_devices``. GPUs keep theirs.
+        memory: capacity of emulated devices, as in ``emulate_devices``. It does not limit GPUs.
         symbolic: whether emulated devices keep shapes only, as in ``emulate_devices``.
-        as_cuda: whether emulated devices are named as CUDA's, as in ``emulate_devices``.
+        as_cuda: whether emulated devices are named ``"cuda"``, as in ``emulate_devices``.
         emulate: whether to emulate devices even if there are GPUs.
 
     Returns:
-        A context manager that yields the devices. Move the module to the first one, and pass them
-        all as ``device_ids``, which may be omitted if ``num_devices`` is.
+        A context manager that yields the devices. Move the module to the first device, and pass
+        all devices as ``device_ids``. Without ``num_devices``, ``device_ids`` may be omitted, too.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.

@@ -1,4 +1,4 @@
-"""The kernels of the emulated backend: factories, copies, gradients, dropout, attention, layers.
+"""The kernels of the emulated backend: factories, copies, gradient sums, dropout, attention, RNNs.
 
 They are registered with torch's dispatcher when the first ``emulate_devices`` context is entered.
 """
@@ -45,7 +45,7 @@ def register_kernels() -> torch.library.Library:
     library.impl("_local_scalar_dense", lambda tensor: elem_of(tensor).item(), "Lazy")
     # Called by torch.tensor(..., device="lazy:0").
     library.impl("_copy_from", lambda source, target, *_: _copy_(target, source), "Lazy")
-    # Forward mode makes zero tangents with it.
+    # Called by forward-mode autograd to create zero tangents.
     library.impl("_efficientzerotensor", partial(_make, torch.zeros), "Lazy")
     for overload in ("", ".periodic", ".beta"):
         library.impl(f"kaiser_window{overload}", partial(_make, torch.kaiser_window), "Lazy")
@@ -59,7 +59,7 @@ def register_kernels() -> torch.library.Library:
         kernels[packet.input] = partial(_recurrent, packet.input)
     for func, kernel in kernels.items():
         library.impl(func, kernel, "AutogradLazy")
-    # Torch composes them of other operators for all backends but the CPU and CUDA.
+    # For backends other than the CPU and CUDA, torch composes these of other operators.
     for func in (aten.silu_backward.default, aten.mish_backward.default):
         kernels[func] = operator(func)
         library.impl(func, kernels[func], "Lazy")
@@ -69,7 +69,7 @@ def register_kernels() -> torch.library.Library:
             aten._to_copy.default: _to_copy,
             aten.copy_.default: _copy_,
             aten.add.Tensor: _add,
-            # Wrappers have no bit for a lazy conjugation or negation.
+            # Wrappers have no bit for lazy conjugation and negation, so both are computed.
             aten._conj.default: operator(aten.conj_physical.default),
             aten._neg_view.default: operator(aten.neg.default),
             aten._pack_padded_sequence.default: _pack_padded_sequence,
@@ -85,7 +85,10 @@ def register_kernels() -> torch.library.Library:
 
 
 def _make(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> EmulatedTensor:
-    """Create a tensor. The dispatcher calls this below the Python key, without a tensor."""
+    """Create a tensor.
+
+    Factories have no tensor argument, so the dispatcher calls this, not ``__torch_dispatch__``.
+    """
     machine = current_machine()
     device, _, _ = (kwargs.pop(name, None) for name in ("device", "layout", "pin_memory"))
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -118,7 +121,7 @@ def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy ``source`` into ``target``, of which at least one is emulated: ``Tensor.copy_``."""
+    """Copy ``source`` into ``target``: ``Tensor.copy_``. At least one of the two is emulated."""
     machine = current_machine()
     source_elem = elem_of(source) if isinstance(source, EmulatedTensor) else source
     machine.record_copy(source.device, target.device, source.numel() * target.dtype.itemsize)
@@ -146,7 +149,11 @@ def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
 
 
 def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
-    """Return the label of a copy: that of its source, or gathered output if it changes devices."""
+    """Return the label of a copy.
+
+    On another device, the copy keeps the label of its source if that is specific, such as
+    parameter. Otherwise it is a gathered output, except in the backward pass.
+    """
     label = label_of_results(machine)
     if label is Label.GRADIENT:
         set_label(source, label)
@@ -163,14 +170,14 @@ _ENGINE = torch.autograd._engine_run_backward.__code__  # type: ignore[attr-defi
 
 
 def _add(self: Any, other: Any, **kwargs: Any) -> Any:
-    """Add tensors. Gradients that autograd's engine adds take no memory if it frees the terms.
+    """Add tensors. Sums of gradients take no extra memory where CUDA needs none.
 
-    On CUDA it adds them in place, unless other tensors share the memory; it adds those of
-    subclasses out of place.
+    On CUDA, autograd's engine adds gradients in place unless other tensors share their memory. The
+    engine adds tensor subclasses out of place, so the extra memory of such sums is not counted.
     """
     thread = current_machine().thread
     thread.is_adding_gradients = (
-        sys._getframe(2).f_code is _ENGINE  # above is __torch_dispatch__
+        sys._getframe(2).f_code is _ENGINE  # frame 1 is __torch_dispatch__
         and not torch.is_grad_enabled()
         and self.layout is torch.strided
         and self.untyped_storage().nbytes() == self.nbytes
@@ -187,7 +194,7 @@ def _num_references(elem: Tensor) -> int:
 
 
 def _histc(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Count integers, too, as CUDA does and the CPU does not."""
+    """Compute a histogram, also of integers, which CUDA supports but the CPU does not."""
     found = operator(aten.histc.default)(input.to(torch.double), *args, **kwargs)
     return found.to(input.dtype)
 
@@ -208,7 +215,7 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     if train is False or p == 0 or not is_known(elem):
         return operator(func)(input, p, train)
     generator = wrapped.machine.generators[wrapped.index]
-    # bernoulli_ on the CPU takes twice as long.
+    # On the CPU, bernoulli_ would take twice as long as rand.
     mask = torch.rand(elem.shape, dtype=torch.float32, device=CPU, generator=generator) >= p
     return wrapped.wrap(((elem * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask))
 
@@ -222,8 +229,11 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
-    """Read the lengths on the host, as torch does not for subclasses, and compute the loss."""
-    # The dispatcher leaves out trailing defaults of blank, reduction and zero_infinity.
+    """Compute the loss after reading the lengths on the host.
+
+    Torch reads them there for its own tensors, but not for subclasses.
+    """
+    # If blank, reduction and zero_infinity have their defaults, the dispatcher leaves them out.
     options = given[2:] + (0, 1, False)[len(given) - 2 :]
     return torch.ctc_loss(log_probs, targets, *(length.tolist() for length in given[:2]), *options)
 
@@ -266,7 +276,7 @@ def _is_fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal:
     """Return whether a fused kernel supports the arguments; if not, the math kernel is called.
 
     Source: the checks of ``use_flash_attention_cpp`` in aten/src/ATen/native/transformers/
-    sdp_utils_cpp.cpp, torch 2.13. CUDA's are the same.
+    sdp_utils_cpp.cpp, torch 2.13. The checks for CUDA are the same.
     """
     if not all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in (q, k, v)):
         return False
@@ -294,8 +304,9 @@ def _attend(
     return (torch.empty_like(q).copy_(output),)
 
 
-# All steps of a recurrent layer run in one kernel, as with cuDNN. Step by step, each operator goes
-# through Python: an LSTM on one emulated device took three times as long, on four eight times.
+# All steps of a recurrent layer run in one kernel, as with cuDNN. Step by step, each operator would
+# go through Python: an LSTM took three times as long on one emulated device, and eight times as
+# long on four.
 
 
 def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
@@ -311,20 +322,20 @@ def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
         return func(*tree_unflatten(elems, spec), *options)
 
     # For each step, backward reads gates, cell and output: six numbers for each unit of
-    # an LSTM. The rows of weights, of which a unit has eight, are an upper bound.
+    # an LSTM. The number of weight rows is an upper bound: each unit has eight.
     num_rows = sum(weight.size(0) for weight in weights if weight.dim() == 2)
     num_kept = args[0].shape[:-1].numel() * num_rows * torch.is_grad_enabled()
     return _fused(func, run, num_kept, *inputs)
 
 
 class _Fused(torch.autograd.Function):
-    """An operator with the memory of a fused kernel; backward computes it again.
+    """An operator with the memory of a fused kernel; backward computes the operator again.
 
     Args:
         func: the operator.
         run: computes its outputs on the CPU.
         num_kept: how many numbers the kernel saves for its backward pass.
-        inputs: the tensors from which it computes them, or None.
+        inputs: the inputs of the operator, each a tensor or None.
     """
 
     @staticmethod
@@ -339,7 +350,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # As with cuDNN, differentiating twice is an error, also if these have no graph.
+        # As with cuDNN, differentiating twice is an error, even if the gradients have no graph.
         given = [g.detach().requires_grad_() for g in grads] if torch.is_grad_enabled() else grads
         return _Fused._backward(ctx, *given)
 
@@ -347,7 +358,7 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def _backward(ctx: Any, *grads: Any) -> Any:
         needs = ctx.needs_input_grad[3:]
-        inputs = ctx.saved_tensors[: len(needs)]  # read once: checkpoints refuse a second time
+        inputs = ctx.saved_tensors[: len(needs)]  # checkpointing allows reading them only once
         wrapped = Wrapped(ctx.func)
         elems: list[Any] = [x if x is None else x.detach() for x in wrapped.unwrap(inputs)]
         targets: dict[int, Any] = {i: torch.empty_like(inputs[i]) for i, n in enumerate(needs) if n}

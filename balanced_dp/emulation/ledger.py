@@ -1,13 +1,13 @@
 """The memory of each emulated device, to the byte. Pure bookkeeping, without torch.
 
-A ``Block`` is the ledger's entry of one storage. The storage refers to its ``Allocation``, which is
-deallocated with it, and the block is removed from the ledger. Reference counting is enough:
-nothing waits for the garbage collector.
+A ``Block`` is the ledger's entry for one storage. The storage holds the only reference to its
+``Allocation``. When the storage is deallocated, so is the allocation, and the block leaves the
+ledger. Reference counting is enough for this: memory is freed without the garbage collector.
 
-The label of a block may change while it is allocated (a tensor becomes a gradient after it was
-computed). So the breakdown of the peak is not copied when the peak is reached. It is computed from
-the blocks that were allocated then: those with numbers up to that of the peak, still allocated or
-freed since.
+The label of a block may change while the block is allocated: a tensor becomes a gradient only after
+it was computed. So the breakdown of the peak is not stored when the peak is reached. Instead, it is
+computed on request from the blocks that were allocated at the peak. A block was allocated at the
+peak if its number is at most the peak's number, and it is still allocated or was freed later.
 """
 
 from __future__ import annotations
@@ -65,20 +65,21 @@ class DeviceLedger:
 
     Args:
         capacity_bytes: the capacity of the device.
-        out_of_memory: creates the error for a block that does not fit, from its bytes and the free
-            bytes.
+        out_of_memory: called with the size of a block that does not fit and with the free bytes;
+            returns the error to raise.
     """
 
     def __init__(self, capacity_bytes: int, out_of_memory: Callable[[int, int], Exception]) -> None:
         self.capacity_bytes = capacity_bytes
         self.limit_bytes = capacity_bytes
-        """The limit of allocated bytes: the reported capacity, unless it is raised."""
+        """The limit of allocated bytes: the capacity, unless ``ignore_capacities`` raises it."""
         self._out_of_memory = out_of_memory
         self.num_ooms = 0
         self._lock = threading.Lock()
         self._live: dict[int, Block] = {}
         self._freed_since_peak: Counter[Label] = Counter()
-        # Allocation.__del__ appends to it. It may run anywhere, so it must not take the lock.
+        # Allocation.__del__ appends to this queue, because it may run anywhere and so must not
+        # take the lock.
         self._to_free: deque[Block] = deque()
         self._next_number = 0
         self._peak_number = -1
@@ -86,7 +87,10 @@ class DeviceLedger:
         self.peak_bytes = 0
         """The maximum of ``allocated_bytes`` since the last ``reset_peak``."""
         self.script_peak_bytes = 0
-        """The same since the last ``reset_script_peak``: scripts do not disturb measurements."""
+        """The maximum of ``allocated_bytes`` since the last ``reset_script_peak``.
+
+        Scripts have this peak of their own, so that their resets do not disturb measurements.
+        """
         self.total_bytes = 0
         """All bytes ever allocated, including those freed since."""
 
@@ -96,10 +100,11 @@ class DeviceLedger:
         Args:
             num_bytes: the size.
             label: the use.
-            marks_peak: whether memory that is freed before the next call counts.
+            marks_peak: whether the block counts toward the peak at once, and raises an error if it
+                does not fit. Otherwise it counts only if it is still allocated at the next call.
 
         Raises:
-            Exception: that of ``out_of_memory``: the block does not fit.
+            Exception: the block does not fit. The exception is what ``out_of_memory`` returns.
         """
         size = round_up(num_bytes)
         with self._lock:
@@ -156,7 +161,7 @@ class DeviceLedger:
             return self._allocated_bytes
 
     def statistics(self, peak_bytes: int) -> dict[str, int]:
-        """Return the bytes, with one of the peaks, as ``torch.cuda.memory_stats`` names them."""
+        """Return byte counts, with the given peak, named as by ``torch.cuda.memory_stats``."""
         now, total = self.allocated_bytes, self.total_bytes
         return {"current": now, "peak": peak_bytes, "allocated": total, "freed": total - now}
 

@@ -1,4 +1,4 @@
-"""The emulated machine with its devices, and the one of the open ``emulate_devices`` context."""
+"""The emulated machine with its devices, and access to the machine of the open context."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from .ledger import Allocation, DeviceLedger, Label, round_up
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
 
-It has its own dispatch key, any number of indices, and autograd runs it in the CPU queue. In Python
-PrivateUse1 has index 0 only, and the backward pass of fake CUDA tensors aborts without a GPU.
+This type has its own dispatch key and any number of indices, and autograd runs its nodes in the CPU
+queue. The alternatives do not work: from Python, PrivateUse1 has index 0 only, and the backward
+pass of fake CUDA tensors aborts without a GPU.
 """
 
 MAX_DEVICES = 128
-"""Torch keeps the index of a device in 8 bits with a sign."""
+"""The largest number of devices: torch stores a device's index as a signed 8-bit integer."""
 
 
 Patches = dict[Any, dict[str, Any]]
-"""The new attributes of each object while a context is open."""
+"""For each patched object, the attributes that are replaced while a context is open."""
 
 
 class _PerThread(threading.local):
     """The state of each thread."""
 
     current_index = 0
-    """Index of the current device, as ``torch.cuda.current_device()``."""
+    """The index of the current device, as ``torch.cuda.current_device()`` returns it."""
     in_optimizer_step = False
     is_adding_gradients = False
 
@@ -47,7 +48,8 @@ class Machine:
     Args:
         capacities: the capacity of each device in bytes.
         symbolic: whether to keep only the shapes of floating-point tensors.
-        device_type: the type that devices report; tensors are on ``DEVICE_TYPE`` in any case.
+        device_type: the type that the devices report. To torch, their tensors are always on
+            ``DEVICE_TYPE``.
     """
 
     def __init__(
@@ -67,12 +69,17 @@ class Machine:
         self.thread = _PerThread()
         self.is_closed = False
         self.default_device: str | None = None
-        """The device of new tensors for which none is given, as set by a default tensor type."""
+        """The device of new tensors if none is given; ``set_default_tensor_type`` sets it."""
         self.reads_unknown_as_nan = False
-        """Whether reading a value that was not computed gives NaN or False instead of an error."""
+        """Whether a value that was not computed is read as NaN, or as False if it is a bool.
+
+        Otherwise reading such a value is an error.
+        """
 
     def index_of(self, device: torch.device | str | int | None) -> int:
-        """Return the index of ``device``; None and a device without index mean the current one.
+        """Return the index of ``device``.
+
+        None and a device without an index mean the current device.
 
         Raises:
             EmulationError: the device does not exist.
@@ -88,15 +95,15 @@ class Machine:
         if not 0 <= device < len(self.devices):
             raise EmulationError(
                 f"there is no emulated device {self.device_type}:{device}: "
-                f"this context has {len(self.devices)} (emulate_devices(num_devices))"
+                f"this context has {len(self.devices)}, the num_devices of emulate_devices"
             )
         return device
 
     def ignore_capacities(self) -> None:
         """Let devices hold more than their capacity, which they still report.
 
-        ``balanced-dp run`` starts with a split that may not fit, and must go on to find one that
-        does.
+        ``balanced-dp run`` starts with a split that may not fit. The script must not fail there,
+        so that the search can find a split that fits.
         """
         for ledger in self.ledgers:
             ledger.limit_bytes = sys.maxsize
@@ -107,12 +114,12 @@ class Machine:
             generator.manual_seed(seed)
 
     def enter(self, index: int, storage: Any, label: Label) -> None:
-        """Allocate the memory of a storage, unless it is allocated already with this size.
+        """Allocate memory for a storage, unless it already has memory of the right size.
 
         Args:
             index: the index of the device.
-            storage: the storage, which refers to its allocation.
-            label: the use of memory that is not allocated yet.
+            storage: the storage, which gets a reference to its allocation.
+            label: the use of the memory. A storage that already has memory keeps its label.
 
         Raises:
             torch.OutOfMemoryError: the storage does not fit on the device.
@@ -122,7 +129,7 @@ class Machine:
             if earlier.block.num_bytes == round_up(storage.nbytes()):
                 return
             label = earlier.block.label
-        # Deallocated with the storage.
+        # The allocation ends when the storage is deallocated.
         storage._allocation = self.ledgers[index].allocate(
             storage.nbytes(), label, marks_peak=not self.thread.is_adding_gradients
         )
@@ -198,13 +205,13 @@ def has_machine() -> bool:
 
 @contextmanager
 def make_current(machine: Machine) -> Iterator[None]:
-    """Make ``machine`` the current one inside a ``with`` block; it is closed at the end."""
+    """Make ``machine`` the current machine inside a ``with`` block, and close it at the end."""
     global _current
     with _lock:
         if _current is not None:
             raise EmulationError(
-                "emulate_devices contexts cannot be nested: leave the open one, which has "
-                f"{len(_current.devices)} devices, first"
+                "emulate_devices contexts cannot be nested: first leave the open context, which "
+                f"has {len(_current.devices)} devices"
             )
         _current = machine
     try:

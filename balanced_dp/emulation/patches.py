@@ -68,10 +68,11 @@ def _patches(machine: Machine) -> Patches:
         torch.nn.Module: {"_apply": _apply_in_place},
         torch.utils: {"swap_tensors": _swap_data},
         torch.Tensor: {"as_subclass": _as_subclass},
-        # torch.manual_seed calls it for devices outside of torch, but it knows only PrivateUse1.
+        # torch.manual_seed calls this function for devices outside of torch, but torch's own
+        # version knows only PrivateUse1.
         torch.random: {"_seed_custom_device": machine.manual_seed_all},
-        # On CUDA optimizers update all parameters at once by default (foreach), which takes
-        # temporary memory for all of them, and have a fused kernel on request, which takes none.
+        # By default, optimizers on CUDA update all parameters at once (foreach), which takes
+        # temporary memory for all parameters. On request they use a fused kernel, which takes none.
         optimizer: {
             "_foreach_supported_types": [*optimizer._foreach_supported_types, EmulatedTensor],
             "_get_foreach_kernels_supported_devices": lambda: foreach,
@@ -85,11 +86,11 @@ def _patches(machine: Machine) -> Patches:
 
 
 def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    # fastai gives a copy on the CPU the class of its source.
+    # fastai calls this to give a CPU copy the class of its source, which may be emulated.
     return self if issubclass(cls, EmulatedTensor) else torch._C.TensorBase.as_subclass(self, cls)
 
 
-# Torch does not annotate these.
+# Torch has no type annotations for these functions.
 _future: Any = torch.__future__
 _apply: Any = torch.nn.Module._apply
 _swap_all: Any = torch.utils.swap_tensors
@@ -99,9 +100,9 @@ _lock = threading.RLock()
 @functools.wraps(_apply)
 def _apply_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     # `param.data = ...` cannot turn a plain tensor into a subclass, so Module.to would replace the
-    # parameters of each module and untie tied ones. It swaps them in place if torch's flag for that
-    # is set. The flag is set in Module._apply only: load_state_dict would swap them, too, and fail
-    # if a graph holds a parameter.
+    # parameters of each module and untie tied parameters. If a flag of torch is set, Module.to
+    # swaps the parameters in place instead. The flag is set only inside of Module._apply, because
+    # load_state_dict would swap parameters, too, and fail if a graph holds a parameter.
     with _lock:  # all threads share the flag
         before = _future.get_swap_module_params_on_conversion()
         _future.set_swap_module_params_on_conversion(True)
@@ -126,7 +127,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _swap_data(parameter: Any, other: torch.Tensor) -> None:
-    """Swap two tensors, but not the first one's attributes and hooks, as with ``data``."""
+    """Swap two tensors, but keep the attributes and hooks of the first, as ``.data = ...`` does."""
     attributes = {k: v for k, v in vars(parameter).items() if k not in ("_elem", "_machine")}
     hooks = {name: getattr(parameter, name) for name in _HOOKS}
     _swap_all(parameter, other)
@@ -154,14 +155,14 @@ def _no_files() -> Patches:
     return patches
 
 
-# torch.autograd imports it from its module graph, and does not export it to type checkers.
+# torch.autograd imports this function from torch.autograd.graph, but type checkers do not see it.
 _run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    # On the CPU the tasks that a failed backward pass has queued stay in the calling thread's queue
-    # and hold their memory until its next backward pass, so a tiny one is run. CUDA devices have
-    # threads of their own, which empty their queues.
+    # On the CPU, a failed backward pass leaves tasks in the queue of the calling thread. They hold
+    # memory until the thread's next backward pass, so a tiny backward pass is run here. On CUDA,
+    # each device has a thread of its own, which empties its queue.
     try:
         return _run(*args, **kwargs)
     except RuntimeError:
@@ -170,7 +171,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         raise
 
 
-# Only optimizers know their state.
+# Only an optimizer knows which tensors are its state, so hooks on its step label them.
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

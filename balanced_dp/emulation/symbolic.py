@@ -44,7 +44,7 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
 
 
 class UnknownStorage(torch.UntypedStorage):
-    """A storage without data. It has its own address, because safetensors asks for it."""
+    """A storage without data, but with an address of its own, which safetensors reads."""
 
     def data_ptr(self) -> int:
         """Return a number that no other storage has."""
@@ -54,8 +54,9 @@ class UnknownStorage(torch.UntypedStorage):
 class SymbolicOperator:
     """One of torch's operators, which runs on shapes unless the values of all tensors are known.
 
-    Layers and steps repeat, and torch computes many shapes in Python. So an operator runs once for
-    given layouts and numbers. Later calls lay out their outputs in the same way.
+    Layers and steps repeat, and torch computes many shapes in Python, which is slow. So an operator
+    runs once for given layouts and numbers. Later calls with equal layouts and numbers only create
+    outputs with the same layouts.
     """
 
     __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")
@@ -68,7 +69,7 @@ class SymbolicOperator:
         self.is_index = func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
         reads_values = func is aten._to_copy.default or "sparse" in func.name()
         self.is_factory = "pin_memory" in names and not reads_values
-        """Whether it reads only a shape, as ``empty_like`` does."""
+        """Whether the operator reads only the shape of a tensor, as ``empty_like`` does."""
         self.repeats = torch.Tag.inplace_view not in func.tags and not any(
             a.is_out or a.name == "generator" for a in arguments
         )
@@ -79,8 +80,8 @@ class SymbolicOperator:
         """Call the operator.
 
         Raises:
-            SymbolicValueError: it needs values that are not known, or would write unknown values
-                into a tensor whose values are known.
+            SymbolicValueError: the operator needs values that are not known, or would write unknown
+                values into a tensor whose values are known.
         """
         if self.is_index:
             args = (args[0], _integer_indices(args[1]), *args[2:])
@@ -118,7 +119,10 @@ class SymbolicOperator:
 
 
 def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Replace masks by the integer indices of their true elements, which determine the shape."""
+    """Replace masks by the integer indices of their true elements.
+
+    The shape of the result depends on the number of true elements.
+    """
     result: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -146,7 +150,7 @@ _MAX_KEYS = 2**12
 
 
 def _key(values: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Return the layouts and the numbers among ``values``, and append the tensors to a list."""
+    """Return the layouts and numbers among ``values``, and append the tensors to ``tensors``."""
     key: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -167,14 +171,14 @@ def _storage(tensor: torch.Tensor) -> int:
 def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _MakeOutputs | None:
     """Return a function that creates outputs with the layouts of ``out``, or None if unclear.
 
-    The storages are those of the inputs; those of new outputs are appended.
+    ``storages`` begins with the storages of the inputs; the storages of new outputs are appended.
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]
         known = [make for make in parts if make]
         if len(known) < len(parts):
             return None
-        return lambda tensors: kind([make(tensors) for make in known])  # out is not kept
+        return lambda tensors: kind([make(tensors) for make in known])  # without keeping out
     if out is None:
         return lambda tensors: None
     if not isinstance(out, torch.Tensor) or is_known(out) or out.layout is not torch.strided:

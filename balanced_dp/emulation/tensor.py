@@ -1,9 +1,9 @@
 """The tensor of an emulated device: it wraps a CPU tensor and is counted in the device's ledger.
 
-``__torch_dispatch__`` intercepts every operator below autograd, so gradients, hooks and views are
-torch's. It checks that the tensors are on one device, runs the operator on the wrapped CPU tensors
-and enters the results in the device's ledger. In symbolic mode, a wrapped tensor whose values are
-not known is on torch's ``meta`` device: it has a shape and no data.
+``__torch_dispatch__`` intercepts every operator below autograd, so torch itself handles gradients,
+hooks and views. The method checks that all tensors are on one device, runs the operator on the
+wrapped CPU tensors, and enters the results in the device's ledger. In symbolic mode, a wrapped
+tensor whose values are not known is on torch's ``meta`` device: it has a shape and no data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .symbolic import (
     require_known,
 )
 
-# Torch's stubs lack it, as they lack other names of torch._C below.
+# Torch's type stubs lack this name, and other names of torch._C below.
 AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 """The autocast key of emulated tensors; torch skips it unless autocast is on. See autocast.py."""
 
@@ -40,10 +40,10 @@ PROVISIONAL = (Label.ACTIVATION, Label.OTHER)
 """Labels that a more specific one may replace later."""
 
 HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-"""Operators with an implementation of their own; ``kernels`` fills it."""
+"""The operators with an implementation of their own; ``kernels.py`` fills this dictionary."""
 
 
-# In torch's stubs it is a plain attribute, but it is a descriptor.
+# ``Tensor.data`` is a descriptor, but torch's stubs declare a plain attribute.
 _torch_data: Any = torch.Tensor.data
 
 
@@ -54,23 +54,23 @@ class EmulatedTensor(torch.Tensor):
     """The wrapped CPU (or meta) tensor, of the same shape and strides, that has the data."""
     _machine: Machine
 
-    # __torch_dispatch__ intercepts operators below autograd, so __torch_function__, above it, is
-    # off. Both have wider types in torch's stubs.
+    # __torch_dispatch__ intercepts operators below autograd. So __torch_function__, which would
+    # intercept them above autograd, is disabled. Torch's stubs give both methods wider types.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _is_param = False
-    """Set by ``nn.Parameter``: whether it is one."""
+    """Whether this tensor is an ``nn.Parameter``; the constructor of ``nn.Parameter`` sets it."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not all(issubclass(kind, EmulatedTensor) for kind in types):
-            return NotImplemented  # a nested tensor, for instance, handles it
+            return NotImplemented  # the other class handles the call, such as a nested tensor
         return _handler(func)(*args, **(kwargs or {}))
 
     def as_subclass(self, cls: type[torch.Tensor]) -> Any:
-        """Return a view of a class that is both ``cls`` and emulated."""
+        """Return a view whose class is a subclass of both ``cls`` and ``EmulatedTensor``."""
         result = self.view_as(self)
         result.__class__ = _emulated_subclass(cls)
         return result
@@ -88,7 +88,7 @@ class EmulatedTensor(torch.Tensor):
     def item(self) -> Any:
         """Return the value as a number."""
         if current_machine().reads_unknown_as_nan and not is_known(elem_of(self)):
-            return False if self.dtype is torch.bool else math.nan  # as a comparison with NaN
+            return False if self.dtype is torch.bool else math.nan  # comparing with NaN is False
         return super().item()
 
     def __bool__(self) -> bool:
@@ -124,7 +124,7 @@ class EmulatedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
-    # Its signature is wider than that of object.__repr__, as torch.Tensor's is.
+    # As in torch.Tensor, the signature is wider than that of object.__repr__.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         suffix = f", device='{self.device}'" + (", requires_grad=True" * self.requires_grad)
         if not is_known(self._elem):
@@ -145,7 +145,10 @@ class EmulatedTensor(torch.Tensor):
         return self._leaf(elem).__reduce_ex__(protocol)
 
     def _leaf(self, data: torch.Tensor) -> torch.Tensor:
-        """Return ``data`` as a leaf, a parameter if this is one, with the same requires_grad."""
+        """Return ``data`` as a leaf with this tensor's requires_grad.
+
+        The leaf is a parameter if this tensor is a parameter.
+        """
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(data, self.requires_grad)
         return data.requires_grad_(self.requires_grad)
@@ -204,7 +207,7 @@ def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return the object that runs an operator on emulated tensors."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-    # In inference mode autograd, which decomposes operators, is left out.
+    # Autograd decomposes composite operators. Inference mode skips autograd, so they arrive here.
     return HANDLERS.get(func) or (func.decompose if is_composite else operator(func))
 
 
@@ -230,8 +233,8 @@ def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
 def _refuse_attributes(self: object, attributes: object) -> None:
     name = type(self).__name__
     raise EmulationError(
-        f"a {name} cannot be on an emulated device: {name} (as all tensors of fastai) replaces the "
-        "__dict__ of its tensors, which holds their data there; use torch.Tensor, or a GPU"
+        f"a {name} cannot be on an emulated device: {name}, like all tensors of fastai, replaces "
+        "its __dict__, in which emulated tensors hold their data; use torch.Tensor, or a GPU"
     )
 
 
@@ -288,8 +291,8 @@ class Wrapped:
     def wrap(self, out: Any, index: int | None = None) -> Any:
         """Return ``out`` with each tensor replaced by an emulated one.
 
-        An argument that is returned keeps its wrapper. New tensors are on the device ``index``, by
-        default that of the arguments.
+        If the operator returned one of its arguments, that argument keeps its wrapper. New tensors
+        are on the device with the given index, by default the device of the arguments.
         """
         if index is None:
             index = self.index
@@ -297,7 +300,7 @@ class Wrapped:
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
                 wrapper = wrap_elem(out, self.machine, index, self.label)
-            if self.label is Label.GRADIENT:  # a view of what was computed for it
+            if self.label is Label.GRADIENT:  # it may be a view of memory with another label
                 set_label(wrapper, self.label)
             return wrapper
         if type(out) in (tuple, list):
@@ -309,7 +312,7 @@ _DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
 
 
 def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) -> EmulatedTensor:
-    """Return ``elem`` as a tensor on a device, entered in its ledger unless it is a view.
+    """Return ``elem`` as a tensor on a device; enter it in the device's ledger unless it is a view.
 
     Raises:
         torch.OutOfMemoryError: the tensor does not fit on the device.
@@ -364,7 +367,7 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
 
 
 def allocations_of(tensor: EmulatedTensor) -> list[Allocation]:
-    """Return the allocations that it views: one, or those of a sparse tensor's parts."""
+    """Return the allocations of a tensor: a strided one has one, a sparse one has one per part."""
     storages: list[Any] = [part.untyped_storage() for part in _parts(tensor._elem)]
     return [storage._allocation for storage in storages]  # set by Machine.enter
 

@@ -17,17 +17,19 @@ from ..errors import ProbeError
 def memory_breakdown(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes by use at the peak of each device of the model, by the device's name.
+    """Return the bytes of each use at the peak of each device, in a dict by device name.
 
-    The bytes of a device add up to its peak since the last ``reset_peak_memory_stats``, the
-    beginning of the last measured block, or the last record of a logger. On emulated devices they
-    are exact. On others, ``parameter``, ``buffer``, ``gradient`` and ``optimizer state`` are the
-    tensors that exist now, with the model's copies on the other devices, and ``rest`` is everything
-    else: activations, gathered outputs, the loss. Call it before ``zero_grad``, after any training
-    step but the first.
+    The bytes of a device add up to its peak since the peak was last reset: by
+    ``reset_peak_memory_stats``, at the beginning of a measured block, or by a record of a logger.
+    On emulated devices the bytes are exact. On other devices, ``parameter``, ``buffer``,
+    ``gradient`` and ``optimizer state`` count the tensors that exist now, including the copies of
+    parameters and buffers on each device. There, ``rest`` is everything else: activations, gathered
+    outputs, the loss. Call this function before ``zero_grad``, after any training step but the
+    first.
 
     Args:
-        model: a ``BalancedDataParallel``, or any module, whose parameters then give the devices.
+        model: a ``BalancedDataParallel``, or any other module. The devices of another module are
+            those of its parameters and buffers.
         optimizer: the optimizer of the parameters, to list its state separately.
 
     Raises:
@@ -51,7 +53,7 @@ def _devices_of(model: nn.Module) -> list[torch.device]:
 def _uses(
     device: torch.device, model: Any, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Return the bytes by use, with the sum of the device's peak."""
+    """Return the bytes of each use, which add up to the device's peak."""
     module = torch.get_device_module(device)
     if hasattr(module, "memory_breakdown"):
         labelled: dict[str, int] = module.memory_breakdown(device).peak
@@ -68,15 +70,15 @@ def _uses(
     if getattr(model, "chunk_sizes", None):  # a batch was split
         seen = set()
         copied = {use: _num_bytes(tensors[use], None, seen) for use in ("parameter", "buffer")}
-        if sum((uses | copied).values()) <= peak_bytes:  # else there were no replicas at the peak
+        if sum((uses | copied).values()) <= peak_bytes:  # else no replicas existed at the peak
             uses |= copied
     return uses | {"rest": peak_bytes - sum(uses.values())}
 
 
 def _num_bytes(tensors: Iterable[Any], device: torch.device | None, seen: set[int]) -> int:
-    """Return the allocated size of the tensors on one device, or on all if it is None.
+    """Return the allocated size of the tensors on ``device``, or on all devices if that is None.
 
-    Storages in ``seen`` are skipped; those that are counted are added to it.
+    Storages in ``seen`` are skipped, and storages that are counted are added to ``seen``.
     """
     num_bytes = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Queries of NVML about the GPUs of this machine: the only file that uses ``pynvml``."""
+"""Queries of NVML about the GPUs of this machine. No other file calls ``pynvml`` functions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Board:
 def list_boards() -> list[Board]:
     """Return all boards in the order of their indices. A board in MIG mode is listed by slice.
 
-    Each call initializes NVML, because a forked process needs that. It stays open until the
-    process ends.
+    Each call initializes NVML, because a forked process must initialize it again. NVML stays open
+    until the process ends.
 
     Raises:
         pynvml.NVMLError: there is no library, driver or permission, or NVML cannot count the
@@ -90,11 +90,11 @@ def _ask(query: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
-    """Return the board of a CUDA device, by UUID or else by PCI bus id; None if it is ambiguous.
+    """Return the board of a CUDA device, by UUID or else by PCI bus id; None unless one matches.
 
-    Indices differ: CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``, by default the fastest
-    first, and NVML all boards in the order of their PCI bus ids. MIG slices have the PCI bus id of
-    their board.
+    CUDA and NVML number devices differently. CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``,
+    by default the fastest first. NVML numbers all boards, in the order of their PCI bus ids. MIG
+    slices have the PCI bus id of their board.
 
     Args:
         properties: the result of ``torch.cuda.get_device_properties``.
@@ -102,7 +102,7 @@ def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
     """
     uuid = str(properties.uuid).lower()
     bus = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    # Of GPU-5a... and MIG-5a..., torch's form is 5a...
+    # Torch writes 5a... for the UUIDs GPU-5a... and MIG-5a... of NVML.
     with_uuid = [b for b in boards if b.uuid and b.uuid.partition("-")[2].lower() == uuid]
     on_bus = [board for board in boards if board.pci_bus_id == bus]
     return next((found[0] for found in (with_uuid, on_bus) if len(found) == 1), None)

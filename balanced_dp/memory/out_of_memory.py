@@ -10,7 +10,7 @@ import torch
 from ..errors import add_note
 
 OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""Messages of RuntimeErrors about failed allocations outside of torch's allocator, as of cuBLAS.
+"""Messages of RuntimeErrors about failed allocations outside of torch's allocator, as by cuBLAS.
 
 Source: the first matrix product on an H100 with 2 MiB of free memory.
 """
@@ -31,8 +31,8 @@ def num_ooms(devices: Sequence[torch.device]) -> list[int]:
 def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int:
     """Return the index of the device that ran out of memory.
 
-    cuBLAS and cuDNN allocate without torch, so its counters do not show their failures; the device
-    with the least free memory is taken then.
+    cuBLAS and cuDNN allocate without torch, so torch's counters do not show their failures. After
+    such a failure, the result is the device with the least free memory.
 
     Args:
         devices: the devices.

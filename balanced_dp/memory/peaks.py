@@ -1,4 +1,4 @@
-"""Peak memory statistics for overlapping measurements that reset them, and a logger of peaks."""
+"""Peaks of memory for measurements that overlap although each resets the peaks, and a logger."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def capacities_of(devices: Sequence[torch.device]) -> list[int]:
 class Peaks:
     """The peak memory of devices since this object was created.
 
-    The constructor resets the devices' peaks, and first saves them in all other ``Peaks`` objects.
-    So measured blocks may be nested, and a logger may write a record inside of one. Other calls of
-    ``reset_peak_memory_stats`` are not noticed.
+    The constructor first saves the devices' peaks in all other ``Peaks`` objects, then resets them.
+    So measured blocks may be nested, and a logger may write a record inside a measured block. Calls
+    of ``reset_peak_memory_stats`` elsewhere are not noticed.
 
     Args:
         devices: devices that count their memory, without duplicates.
@@ -75,11 +75,11 @@ def _statistics_of(device: torch.device) -> Any:
 class MemoryLogger:
     """A logger of the peak memory of each of a model's devices, and of their imbalance.
 
-    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory occupied by tensors since the last
-    record, one value for each device; ``memory/imbalance`` is (max - min) / max of them. Steps
-    without a record cost nothing, and a record does not synchronize the devices, because the
-    allocator counts on the host. A record resets the peaks of the devices; a measured block around
-    it is still right.
+    A record has one value for each device, such as ``memory/cuda:0 (gpu:3)/peak_MiB``: the maximum
+    memory occupied by tensors since the last record. Its last value, ``memory/imbalance``, is
+    (max - min) / max of these peaks. Steps without a record cost nothing. A record does not
+    synchronize the devices, because the allocator counts on the host. A record resets the peaks of
+    the devices, but does not change the result of a measured block around it.
 
     Args:
         model: the ``BalancedDataParallel``.
@@ -121,7 +121,7 @@ class MemoryLogger:
         self._peaks = Peaks(self._devices)
 
     def step(self) -> None:
-        """Count a step, and write a record every ``every`` steps. Call it after each step."""
+        """Count a step, and write a record every ``every`` steps. Call this after each step."""
         self.num_steps += 1
         if self.num_steps % self.every:
             return

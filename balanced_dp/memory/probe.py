@@ -34,7 +34,7 @@ class MemoryProbe:
 
     Attributes:
         devices: the devices, as a list of ``torch.device`` without duplicates.
-        nvml_error: why NVML is not used; None if it is, or if no device needs it.
+        nvml_error: why NVML is not used; None if NVML is used, or if no device needs it.
 
     Raises:
         ArgumentError, ArgumentTypeError: ``devices`` is invalid.
@@ -176,11 +176,11 @@ def _add_nvml(memory: DeviceMemory, board: Board) -> DeviceMemory:
 def _sampled_peaks(
     boards: Mapping[torch.device, Board],
 ) -> Iterator[Mapping[torch.device, int | None]]:
-    """Sample the memory in use in a thread until the block ends, every 10 ms or less often.
+    """Start a thread that samples the used memory every 10 ms or less often, until the block ends.
 
-    Other threads may hold Python's lock for longer than 10 ms. Beside four threads of pure Python,
-    a sample came every 36 ms. That misses little, because the allocator keeps the memory that it
-    has reserved. The last sample is always taken.
+    Other threads may hold Python's lock for longer than 10 ms. While four threads ran pure Python
+    code, a sample was taken every 36 ms. Rare samples miss little, because the allocator keeps the
+    memory that it has reserved. A last sample is always taken at the end.
 
     Yields:
         The largest sample of each device's board in bytes, a lower bound of its peak; None if all

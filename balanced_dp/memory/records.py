@@ -13,9 +13,9 @@ from .units import format_bytes
 class DeviceMemory:
     """The memory of one device, in bytes. Unknown fields are None.
 
-    There are three layers. Tensors occupy ``allocated_bytes``. Torch's allocator holds
-    ``reserved_bytes``: the tensors and its cache. The device has ``used_bytes`` in use: all of
-    that, CUDA contexts, workspaces outside of the allocator, and other processes.
+    Memory is counted at three levels. Tensors occupy ``allocated_bytes``. Torch's allocator holds
+    ``reserved_bytes``, for the tensors and its cache. On the device, ``used_bytes`` are in use: by
+    the allocator, CUDA contexts, workspaces outside of the allocator, and other processes.
 
     Attributes:
         device: torch's name of the device; None for a board that NVML lists and torch does not see.
@@ -30,7 +30,7 @@ class DeviceMemory:
         reserved_bytes: memory managed by torch's allocator.
         peak_allocated_bytes: maximum of ``allocated_bytes`` since the peak was last reset, or in
             the measured block.
-        peak_reserved_bytes: maximum of ``reserved_bytes``, likewise.
+        peak_reserved_bytes: maximum of ``reserved_bytes`` over the same time.
         peak_used_bytes: the largest sample of ``used_bytes`` in the measured block, a lower bound.
         num_alloc_retries: number of times that the allocator emptied its cache and tried again.
         error: why values are missing, such as a lost GPU.
@@ -54,7 +54,7 @@ class DeviceMemory:
 
     @property
     def label(self) -> str:
-        """The CUDA and NVML names, ``"cuda:0 (gpu:3)"``, or the only one that is known."""
+        """The names in CUDA and NVML, such as ``"cuda:0 (gpu:3)"``, or the only known name."""
         if self.nvml_index is None:
             return str(self.device)
         board = f"gpu:{self.nvml_index}"
@@ -68,8 +68,8 @@ class StepMemory:
     """The memory of a measured block, complete when the block has ended.
 
     Attributes:
-        devices: one entry for each device, empty until the block ends, and if it raises.
-        reason: why the measurement is not valid, None if it is.
+        devices: one entry for each device; empty until the block ends, or if the block raises.
+        reason: why the measurement is not valid; None if it is valid.
     """
 
     devices: tuple[DeviceMemory, ...] = ()
@@ -93,7 +93,7 @@ class StepMemory:
 
     @property
     def imbalance(self) -> float:
-        """(max - min) / max of the devices' peaks, 0 to 1.
+        """(max - min) / max of the devices' peaks, from 0 to 1.
 
         Raises:
             ProbeError: the block has not ended.
@@ -102,7 +102,7 @@ class StepMemory:
 
     @property
     def utilization(self) -> tuple[float, ...]:
-        """The peak over the capacity, for each device.
+        """The peak of each device, as a fraction of its capacity.
 
         Raises:
             ProbeError: the block has not ended.
@@ -120,13 +120,13 @@ class StepMemory:
         return self.devices[self.utilization.index(max(self.utilization))]
 
     def check_split(self, tolerance: float = 0.10) -> str | None:
-        """Return advice on how to balance the split, None if it is balanced.
+        """Return advice on how to balance the split, or None if the split is balanced.
 
         Utilizations are compared, so devices with different capacities may hold different amounts.
 
         Args:
-            tolerance: the difference of utilizations that counts as balanced, as a fraction of the
-                highest one, at least 0 and below 1.
+            tolerance: the largest difference between utilizations that counts as balanced, as a
+                fraction of the highest utilization; at least 0 and below 1.
 
         Raises:
             ArgumentError: ``tolerance`` is out of range.

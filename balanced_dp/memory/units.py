@@ -21,7 +21,7 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
         argument: the name of the argument in error messages.
 
     Raises:
-        ArgumentError: ``size`` is not a size, or it is text without a unit that would be less than
+        ArgumentError: ``size`` is not a size, or is a text without a unit that would mean less than
             1024 bytes.
     """
     match = _TEXT.fullmatch(str(size))
@@ -51,6 +51,6 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the size and the name of the largest binary unit that gives at least 1, or bytes."""
+    """Return the size and name of the largest binary unit up to ``largest``, at least the byte."""
     power = max((n for n in range(1, 5) if abs(largest) >= 1 << 10 * n), default=0)
     return 1 << 10 * power, f"{_PREFIXES[power]}iB" if power else "B"

@@ -16,8 +16,11 @@ METRICS: dict[str, Callable[[Report], float]] = {
     "max_batch": lambda report: report.largest_batch(report.best).batch_size,
     "speed": lambda report: speed(report.best, report),
 }
-"""Of the best option, the highest peak of all devices in bytes, the largest batch that fits, and
-samples per second (on emulated devices the even chunk over the largest one)."""
+"""The metrics of a report's best option.
+
+They are the highest peak of all devices in bytes, the largest batch that fits, and the speed in
+samples per second (on emulated devices, the even chunk divided by the largest chunk).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,13 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
     Args:
         before: the first report.
         after: the second report.
-        limits: by how many percent metrics may be worse, such as ``"peak:5%,speed:10%"``.
+        limits: how much worse each metric may be, in percent, such as ``"peak:5%,speed:10%"``.
 
     Raises:
         ArgumentError: If the limits are malformed, or the reports differ in workload, batch size,
             number of devices, precision or kind of devices.
     """
-    # The largest batch of a script is its own.
+    # A script chooses its own batches, so the largest one says nothing about memory.
     metrics = {n: f for n, f in METRICS.items() if n != "max_batch" or not after.is_script}
     allowed = {}
     for part in filter(None, limits.split(",")):
@@ -67,7 +70,7 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
         first, second = getattr(before, name), getattr(after, name)
         if first != second:
             fact = f"the reports cannot be compared: {name} was {first} and is {second}"
-            raise ArgumentError(f"{fact}; tune both with the same")
+            raise ArgumentError(f"{fact}; measure both with the same {name}")
     comparisons = []
     for metric, value_of in metrics.items():
         old, new = float(value_of(before)), float(value_of(after))

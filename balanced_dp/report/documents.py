@@ -17,7 +17,7 @@ def report_html(report: Report) -> str:
     from .plots import report_plots  # matplotlib is slow to import
 
     drawings = {
-        # Ids get a prefix, to be unique in the page; matplotlib has escaped what it drew.
+        # Ids get a prefix that makes them unique in the page. Matplotlib has escaped its text.
         heading: Markup(re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"plot-{index}-", svg))
         for index, (heading, svg) in enumerate(report_plots(report).items())
     }
@@ -45,7 +45,7 @@ def _rendered(template: str, report: Report, **others: Any) -> str:
 
 
 def _escaped(text: str) -> Markup:
-    """Return text that Markdown shows as it is, in one line, unless it is marked as safe."""
+    """Escape text so that Markdown shows it unchanged, in one line; leave safe markup as it is."""
     if isinstance(text, Markup):
         return text
     return Markup(re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text).replace("\n", " "))

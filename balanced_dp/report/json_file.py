@@ -15,7 +15,7 @@ _REPORT = TypeAdapter(Report)
 
 
 def report_json(report: Report) -> str:
-    """Return the report as JSON; sizes are integers in bytes, lists in the order of devices."""
+    """Return the report as JSON. Sizes are integers in bytes, and lists in the order of devices."""
     return _REPORT.dump_json(report, indent=2).decode() + "\n"
 
 
@@ -28,7 +28,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a file.
 
     Raises:
-        ArgumentError: If it cannot be written.
+        ArgumentError: If the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")

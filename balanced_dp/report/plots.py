@@ -28,10 +28,13 @@ USES = {
     "activation": "#bd7e00",
     "gathered output": "#2f8fc8",
 }
-"""A colour for each use, the same in each report; the others have ``OTHER``."""
+"""The colour of each use, the same in all reports. Uses that are not listed have ``OTHER``."""
 
 _PAGE = (4.8, 4.2), 11.5
-"""The size of a plot and of its text. On a phone a plot is 360 pixels wide, 1.04 for each unit."""
+"""The size of a plot in inches, and of its text in points.
+
+On a phone, a plot is 360 pixels wide, which is 1.04 pixels for each point.
+"""
 
 
 def report_plots(report: Report) -> dict[str, str]:
@@ -72,7 +75,7 @@ def draw_peaks(axes: Axes, report: Report) -> None:
 
 
 def draw_uses(axes: Axes, report: Report) -> None:
-    """Draw the breakdown of each device's peak, with the best option and another one."""
+    """Draw the breakdown of each device's peak, for the best option and for another option."""
     best, even = report.best, report.even
     ran = {even.line: even} if even is not None and not even.out_of_memory else {}
     ran |= {f"option {number}": o for number, o in enumerate(report.ranked_options, 1)}
@@ -92,7 +95,7 @@ def draw_uses(axes: Axes, report: Report) -> None:
 def stacked_bars(
     axes: Axes, x: Sequence[float], bars: Sequence[dict[str, int]], width: float, scale: float
 ) -> None:
-    """Draw bytes by use in units of ``scale``, without those too small to see."""
+    """Draw bytes by use in units of ``scale``, without uses that are too small to see."""
     bottom = [0.0] * len(bars)
     for name in largest_uses(bars, 0.005 * max(sum(uses.values()) for uses in bars)):
         heights = [uses.get(name, 0) / scale for uses in bars]
@@ -111,4 +114,4 @@ def svg(
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]  # without the declarations of a file of its own
+    return text[text.index("<svg") :]  # without the declarations that only a file needs

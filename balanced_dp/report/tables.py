@@ -102,7 +102,7 @@ def option_table(report: Report) -> TextTable:
         row["speed"] = f"{option.speed:.2f}"
         if report.mode == "real":
             row["samples /s"] = f"{option.samples_per_s:.1f}"
-        if not report.is_script:  # whose options differ in the split alone
+        if not report.is_script:  # the options of a script differ only in the split
             row["loss on"] = "device 0" if option.gather else "each"
             row["weights on"] = "all" if option.spread else "device 0"
         rows.append(row)
@@ -117,7 +117,7 @@ def option_table(report: Report) -> TextTable:
 
 
 def lines(report: Report) -> str:
-    """Return the lines for a training script, of each option."""
+    """Return the lines that each option needs in a training script."""
     texts = [f"# {place}" for place in report.wrapped_at]
     for number, option in enumerate(report.ranked_options, 1):
         texts.append(f"# option {number}")
@@ -143,10 +143,10 @@ def summary(report: Report) -> Iterator[str]:
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
     if not report.is_script and not all(option.gather for option in report.ranked_options):
-        yield "BalancedCriterion wraps all from outputs to loss, reshapes included: docs/loss.md."
+        yield "BalancedCriterion wraps each step from outputs to loss, even reshapes: docs/loss.md."
     if report.is_trainer:
-        yield "A Trainer of your own becomes class Balanced(BalancedTrainer, MyTrainer)."
-    # If forward returns the loss, next to nothing is gathered, as by a BalancedTrainer in training.
+        yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
+    # If forward returns the loss, as with BalancedTrainer in training, little is gathered.
     gathered = report.best.uses[0].get("gathered output", 0)
     others = ["gather=False (loss on each device)"] * (gathered > report.best.peak_bytes[0] / 100)
     others += ["spread=True (parameters on all devices)"] * (not report.best.spread)
@@ -158,7 +158,7 @@ def summary(report: Report) -> Iterator[str]:
 
 
 def short_split(chunk_sizes: Sequence[int]) -> str:
-    """Return the chunk sizes, of many devices in a short form."""
+    """Return the chunk sizes as text, in a short form if there are many devices."""
     text = " ".join(map(str, chunk_sizes))
     if len(text) <= 14:
         return text
@@ -174,7 +174,7 @@ def device_table(report: Report) -> TextTable:
     caption = f"Measured on {devices}{', shapes only' * (report.mode == 'symbolic')}; {precision}."
     if report.reserve_bytes:
         caption += f" {format_bytes(report.reserve_bytes)} of each is kept free for CUDA's context."
-        # Without it, fragments of torch's allocator can take as much again.
+        # Without this setting, fragmentation in torch's allocator can take as much memory again.
         caption += " Train with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     return use_table(best, report.budgets if report.has_capacity else None, even, caption)
 
@@ -182,12 +182,13 @@ def device_table(report: Report) -> TextTable:
 def use_table(
     option: Option, budgets: Sequence[int] | None, even: Option | None = None, caption: str = ""
 ) -> TextTable:
-    """Return the breakdown of each device at its peak; devices with equal ones share a column.
+    """Return the breakdown of each device's peak; devices with equal breakdowns share a column.
 
     Args:
         option: the measured option.
-        budgets: the bytes of each device that may be used, if they matter.
-        even: the even split to compare with, if it differs and ran.
+        budgets: the bytes of each device that may be used, or None if they do not matter.
+        even: the even split to compare with. It is not shown if it ran out of memory or equals
+            the split of ``option``.
         caption: the text below the table.
     """
     scale, unit = byte_scale(max(option.peak_bytes))
@@ -214,7 +215,7 @@ def use_table(
 
 
 def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) -> list[str]:
-    """Return the uses of at least ``least_bytes`` in a breakdown, the largest first."""
+    """Return the uses with at least ``least_bytes`` in any breakdown, the largest first."""
     largest = Counter[str]()
     for sizes in breakdowns:
         largest |= Counter(sizes)
@@ -249,12 +250,12 @@ def candidate_table(report: Report) -> TextTable:
 
 
 def speed(option: Option, report: Report) -> float:
-    """Return samples per second, or on emulated devices the even chunk over the largest one."""
+    """Return samples per second; on emulated devices, the even chunk divided by the largest."""
     return option.samples_per_s if report.mode == "real" else option.speed
 
 
 def speed_name(report: Report) -> str:
-    """Return the unit of ``speed``."""
+    """Return the name of what ``speed`` returns."""
     return "samples/s" if report.mode == "real" else "speed"
 
 

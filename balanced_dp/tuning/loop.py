@@ -26,7 +26,7 @@ from ..split import split_batch
 from .options import Option, arguments_of
 
 _MANY = 10
-"""After more steps of the first optimizer, one that has not stepped is no longer waited for."""
+"""After more steps of the first optimizer, an iteration ends without waiting for the others."""
 
 
 class StepsDone(SystemExit):
@@ -34,26 +34,28 @@ class StepsDone(SystemExit):
 
 
 class Loop(AutoSplit):
-    """Measures the iterations of a training loop that is not changed for it.
+    """Measures the iterations of an unchanged training loop.
 
-    It is the policy of all models of the loop. An iteration lasts from a forward pass with
-    gradients to a step of the optimizer that stepped first, once all optimizers of the iteration
-    before have stepped: that of a GAN may have several steps of its discriminator. The first
-    iteration counts only if it is the only one, because it has no optimizer state. Models and
-    optimizers are referred to weakly; once the first optimizer is gone, another takes its place.
+    It is the split policy of all models in the loop. An iteration begins with a forward pass with
+    gradients. It ends with a step of the first optimizer, which is the optimizer that stepped first
+    in the loop, but not before all optimizers of the previous iteration have stepped again. So an
+    iteration of a GAN may have several steps of its discriminator. The first iteration counts only
+    if no other iteration follows, because it begins without optimizer state. Models and optimizers
+    are referenced weakly. Once the first optimizer is deleted, another one takes its place.
 
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value. On
-            emulated devices the even split comes first. A value takes turns with it, since what a
-            script holds may change while it runs. Turns are longer each time, from two iterations
-            on, so that both meet what a script does in every n-th iteration.
+            emulated devices the search begins with the even split. There, a value takes turns with
+            the even split, since the memory that a script holds may change while the script runs.
+            The first turn has two iterations, and each later turn has one more. So both splits meet
+            whatever the script does in every n-th iteration.
         devices: the devices of the loop.
         budgets: the bytes of each device that may be used, or None if they do not matter.
         num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
             None means never.
 
     Attributes:
-        last: the highest measurement; None before the first.
+        last: the measurement with the highest peak; None before the first measurement.
         num_parameters: the number of trained parameters.
         precision: the dtype of autocast as text, or None.
     """
@@ -79,7 +81,7 @@ class Loop(AutoSplit):
         self._needed = set[int]()
         """The optimizers of the last iteration."""
         self._stepped = set[int]()
-        """All optimizers since the first one."""
+        """All optimizers that have stepped since the first one did."""
         self._begin_search()
 
     def __deepcopy__(self, memo: object) -> Loop:
@@ -87,12 +89,12 @@ class Loop(AutoSplit):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the value, for a model that is stored."""
+        """Pickle as a ``SplitPolicy`` with the current value, for a model that is saved."""
         return SplitPolicy, (self.gpu0_bsz, self.devices)
 
     def _begin_search(self) -> None:
         self._ranges: dict[tuple[Any, ...], tuple[int, int]] = {}
-        """The lowest and the highest peak by split and whether gradients accumulate."""
+        """The lowest and highest peak, by the split and by whether gradients accumulate."""
         self.search = LoopSearch(
             self.budgets or [1] * len(self.devices),
             is_careful=not is_emulated(self.devices[0]),
@@ -118,8 +120,9 @@ class Loop(AutoSplit):
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
         """Split the batches of a model.
 
-        The devices of the first one become those of the loop. A model on some of these, or in
-        another order, gets even chunks. One on others, or with repeats, stays as is.
+        The devices of the first model become those of the loop. A model on only some of these
+        devices, or on all of them in another order, is split evenly. A model on other devices, or
+        on devices that repeat, keeps its own split.
         """
         if not 1 < len(model.devices) == len(set(self.devices).intersection(model.devices)):
             return
@@ -169,7 +172,7 @@ class Loop(AutoSplit):
                 raise StepsDone
             self._started = time.perf_counter()
             super().begin()
-            self._peaks = Peaks(self.devices)  # also once the search is over
+            self._peaks = Peaks(self.devices)  # needed even when the search is over
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the iteration that ends with a step of the first optimizer."""
@@ -186,7 +189,7 @@ class Loop(AutoSplit):
         measured, self._peaks = self._measured(self._peaks), None
         is_settled = self._note_rule()
         if not self._needed <= self._stepped:
-            # A new optimizer had no state until now, in this iteration and in those before.
+            # A new optimizer had no state in this iteration and in those before: start again.
             is_settled, self._stepped = False, self._stepped | self._needed
             self._begin_search()
         self.num_iterations += 1
@@ -223,7 +226,7 @@ class Loop(AutoSplit):
         low, high = min(ranges, key=lambda r: r[0] / r[1], default=(1, 1))
         if high > low * (1 + VARIES):
             between = f"between {format_bytes(low)} and {format_bytes(high)}"
-            yield f"Steps with one split peaked {between}: options may take more than measured."
+            yield f"Steps with equal splits peaked {between}: options may take more than measured."
         if isinstance(self.wanted, int) and {option.gpu0_bsz for option in self.options} == {None}:
             if self.wanted >= search.even:
                 yield f"gpu0_bsz={self.wanted} has no effect: it must be below the even share."
@@ -241,7 +244,7 @@ class Loop(AutoSplit):
         return chain.from_iterable(group["params"] for group in groups)
 
     def _measured(self, peaks: Peaks) -> Option:
-        """Return the measurement of the iteration until now."""
+        """Return the measurement of the current iteration so far."""
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
         seconds = time.perf_counter() - self._started

@@ -11,11 +11,14 @@ from ..search import Split, utilizations
 from ..split import EQUAL, even_share, split_batch
 
 Goal = Literal["speed", "headroom", "batch"]
-"""The best option has the smallest largest chunk, the lowest utilization, or the largest batch."""
+"""What makes an option the best.
+
+In the order above: the smallest largest chunk, the lowest utilization, or the largest batch.
+"""
 
 
 def arguments_of(split: Split) -> dict[str, Any]:
-    """Return the ``gpu0_bsz`` and ``device_weights`` with which a batch is split like this."""
+    """Return the ``gpu0_bsz`` and ``device_weights`` that split a batch into these chunks."""
     batch_size, num_devices = sum(split), len(split)
     if split != split_batch(batch_size, num_devices, split[0]):
         return {"gpu0_bsz": None, "device_weights": split}
@@ -58,7 +61,7 @@ class Option:
 
     @property
     def speed(self) -> float:
-        """The even chunk over the largest one, which the others wait for; at most 1."""
+        """The even chunk divided by the largest chunk, for which all devices wait; at most 1."""
         return even_share(self.batch_size, len(self.chunk_sizes)) / max(1, *self.chunk_sizes)
 
     @property
@@ -73,7 +76,7 @@ class Option:
 
     @property
     def features(self) -> set[str]:
-        """The features that ``nn.DataParallel`` does not have."""
+        """The features of this option that ``nn.DataParallel`` does not have."""
         has = {"split": not self.is_even, "loss on each": not self.gather, "spread": self.spread}
         return {feature for feature, is_there in has.items() if is_there}
 
@@ -102,14 +105,15 @@ class Option:
         return max(utilizations(self.peak_bytes, budgets))
 
     def fits(self, budgets: Sequence[int]) -> bool:
-        """Return whether it ran and no device held more than its budget."""
+        """Return whether the option ran and no device held more than its budget."""
         return self.out_of_memory is None and self.utilization(budgets) <= 1
 
 
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
-    """Return the option with the largest batch that fits with the same features.
+    """Return the option with the largest batch that fits, among those without further features.
 
-    ``gpu0_bsz`` may differ, also be that of the even split, and may take the place of weights.
+    ``gpu0_bsz`` may differ from that of ``option``. The even split is allowed, too, and so is
+    ``gpu0_bsz`` in place of weights.
     """
     others = (o for o in options if o.features <= option.features and o.fits(budgets))
     same = (o for o in others if o.device_weights is None or option.device_weights is not None)
@@ -121,10 +125,11 @@ def ranked(
 ) -> list[Option]:
     """Return the options that fit, the best first.
 
-    For the goal ``"batch"`` each option is for its own largest batch, otherwise for ``batch_size``.
-    Options that differ only in the value are represented by the fastest and the least full. An
-    option is left out if a better one has no additional features and is at least as good in speed,
-    utilization (to one percent) and largest batch.
+    For the goal ``"batch"``, each option has its own largest batch; otherwise all have
+    ``batch_size`` samples.
+    Of options that differ only in ``gpu0_bsz``, or only in the weights, the fastest and the least
+    full are considered. An option is left out if a better one has no additional features and is at
+    least as good in speed, utilization (to one percent) and largest batch.
     """
     kinds: dict[tuple[bool, ...], list[Option]] = {}
     for option in options:
@@ -146,7 +151,7 @@ def ranked(
     def merits(option: Option) -> dict[Goal, float]:
         return {
             "speed": -round(option.speed, 2),
-            # To one percent; at their largest batches, all are full.
+            # Compared to one percent. At their largest batches, all options are full.
             "headroom": round(math.log(option.utilization(budgets)), 2) * (goal != "batch"),
             "batch": -largest_batch(option, options, budgets).batch_size,
         }

@@ -1,4 +1,4 @@
-"""The report of all measurements, and the choices that all outputs read from it."""
+"""The report of all measurements, with the choices, such as the best option, that outputs show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA = 5
 """The version of a report's fields."""
 
 _WRAPPER = re.compile(r"\b(?:\w+\.)*(Balanced)?DataParallel\((?(1)(?:gpu0_bsz=)?[\w.\"']+, )")
-"""The part of a line that wraps a model which depends on the split."""
+"""In a line that wraps a model, the part that depends on the split."""
 
 RESERVE = 2**30
 """Bytes of each device to keep free by default, for CUDA's context and workspaces of libraries.
@@ -96,26 +96,27 @@ def _version(package: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Combine all measured options with their purpose.
+    """Combine all measured options with the workload and the goal of the measurements.
 
     Attributes:
         schema: the version of these fields.
         provenance: where and how the options were measured.
         workload: the name of the workload or the script.
-        mode: emulated devices with shapes only or with values, or real ones.
+        mode: how devices were measured: emulated with shapes only (symbolic), emulated with values,
+            or real.
         num_parameters: number of trained parameters.
         precision: the dtype of autocast, or None.
         batch_size: samples in the requested batch.
         capacity_bytes: capacity of each device.
-        has_capacity: whether the capacities are those of devices; otherwise they are the peak of
-            the even split, in whole MiB.
-        reserve_bytes: memory that is kept free of each capacity for contexts and workspaces, which
-            are not counted.
+        has_capacity: whether ``capacity_bytes`` are capacities of devices; otherwise each is the
+            highest peak of the even split, in whole MiB.
+        reserve_bytes: bytes of each capacity to keep free for contexts and workspaces, which the
+            peaks do not count.
         goal: how options are ranked, as in ``tune``.
         options: all measured options, in order.
         failures: why an option could not be measured, by its arguments.
         wrapped_at: where a script wraps its model, as file:line and the line itself.
-        is_trainer: whether a Trainer wraps it.
+        is_trainer: whether a Trainer wraps the model.
         notes: sentences about how a script ended.
     """
 
@@ -154,8 +155,8 @@ class Report:
             capacities: capacity of each device; None means the highest peak of the even split, in
                 whole MiB.
             reserve: bytes of each device to keep free.
-            goal: None means speed, or headroom without capacities.
-            **others: more fields.
+            goal: the goal; None means speed, or headroom if ``capacities`` is None.
+            **others: further fields of the report.
         """
         has_capacity = capacities is not None
         if capacities is None:
@@ -190,7 +191,7 @@ class Report:
 
     @property
     def best(self) -> Option:
-        """The best option, or the one that lacks least if none fits."""
+        """The best option; if none fits, the option that lacks the least memory."""
         of_batch = (option for option in self.options if option.batch_size == self.batch_size)
         least_full = min(
             of_batch, key=lambda o: (o.out_of_memory is not None, o.utilization(self.budgets))
@@ -203,18 +204,21 @@ class Report:
         return self.even_like(self.options[0])
 
     def even_like(self, option: Option) -> Option | None:
-        """Return the otherwise equal even split, None if it was not measured."""
+        """Return the even split with the batch size, ``gather`` and ``spread`` of an option.
+
+        Return None if this split was not measured.
+        """
         same = (o for o in self.options if o.is_even and o.batch_size == option.batch_size)
         return next((o for o in same if o.kind == option.kind), None)
 
     @property
     def is_script(self) -> bool:
-        """Whether it is the report of a script, of which only the split was changed."""
+        """Whether the report is that of a script, in which only the split was changed."""
         return self.is_trainer or bool(self.wrapped_at)
 
     @property
     def line(self) -> str:
-        """The expression for a training script that wraps the model as the best option."""
+        """The expression that wraps the model of a training script as in the best option."""
         return self.best.line
 
     def assignments(self, option: Option) -> list[str]:
@@ -234,11 +238,11 @@ class Report:
         return lines or trainer or [f"model = {option.line}"]
 
     def largest_batch(self, option: Option) -> Option:
-        """Return the option of the same kind with the largest batch that fits, or else this one."""
+        """Return the option of the same kind with the largest batch that fits, else ``option``."""
         return largest_batch(option, self.options, self.budgets)
 
     def what_lacks(self) -> str:
-        """Return how much each device lacks with the least full option, and a batch that fits."""
+        """Return how much each device lacks with the least full option, and which batch fits."""
         best = self.best
         pairs = enumerate(zip(best.peak_bytes, self.budgets, strict=True))
         lacks = [
@@ -252,7 +256,7 @@ class Report:
         fitting = [option for option in self.options if option.fits(self.budgets)]
         least = min(option.batch_size for option in self.options)
         remedy = f"not even a batch of {least} fits"
-        if least == self.batch_size > 1:  # a script's, whose batches are given
+        if least == self.batch_size > 1:  # the report of a script, whose batches are given
             remedy = "no other batch was measured, so try a smaller one"
         if fitting:
             largest = max(fitting, key=lambda option: option.batch_size)
@@ -266,10 +270,11 @@ class Report:
 def checked_reserve(reserve: int | None, capacities: Sequence[int] | None) -> int:
     """Return the bytes of each device to keep free.
 
-    By default they are ``RESERVE``, or 0 without capacities.
+    By default this is ``RESERVE``, or 0 without capacities.
 
     Raises:
-        ArgumentError: they leave nothing of a capacity, or there are no capacities.
+        ArgumentError: a capacity is not larger than ``reserve``, or ``reserve`` is given without
+            capacities.
     """
     if reserve and capacities is None:
         raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")

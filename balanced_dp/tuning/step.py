@@ -33,7 +33,7 @@ def measure_step(
     devices: Sequence[torch.device],
     **options: Any,
 ) -> Option:
-    """Train for two steps and return the measurement of the second, as ``StepMeter.measure``."""
+    """Train for two steps, return the measurement of the second, as ``StepMeter.measure`` does."""
     with StepMeter(workload, devices) as meter:
         return meter.measure(SplitPolicy(gpu0_bsz, devices).split(batch_size), **options)
 
@@ -41,11 +41,12 @@ def measure_step(
 class StepMeter:
     """Measure training steps at several splits, with one model and one optimizer.
 
-    It is a context manager, which frees its model and optimizer at the end. In it, garbage is
-    collected after each measurement only, so that it is the same in each and costs little time.
+    It is a context manager, which frees its model and optimizer at the end. Inside the ``with``
+    block, garbage is collected only after each measurement. So garbage collection is the same for
+    all measurements, and costs little time.
 
     Args:
-        workload: the workload to train, with a new model.
+        workload: the workload to train. A new model is created for it.
         devices: real or emulated devices.
     """
 
@@ -100,15 +101,15 @@ class StepMeter:
     ) -> Option:
         """Train, and return the measurement of the last step.
 
-        By default one step is measured, after another one if there is no optimizer state yet. If
+        By default this trains for one step, or for two steps if there is no optimizer state yet. If
         memory runs out, the option says so, and the memory is freed.
 
         Args:
             chunk_sizes: the samples of each device.
             gather: whether to gather outputs and compute their loss on device 0. Otherwise each
                 device computes the loss of its chunk.
-            spread: whether to spread parameters, gradients and optimizer state over all devices. A
-                change of it begins with a new model.
+            spread: whether to spread parameters, gradients and optimizer state over all devices. If
+                ``spread`` differs from the last measurement's, a new model is created.
             num_steps: the number of steps.
             on_loss: called with the loss of each step.
         """
@@ -116,7 +117,7 @@ class StepMeter:
             self._free()
             self._spread = spread
             gc.collect()
-        gc.freeze()  # so that garbage is looked for only in what this measurement makes
+        gc.freeze()  # so that the collector visits only objects of this measurement
         arguments = {"gather": gather, "spread": spread, **arguments_of(chunk_sizes)}
         out_of_memory, index, peaks, start = None, None, Peaks(self.devices), time.perf_counter()
         breakdown: dict[str, dict[str, int]] = {}
@@ -145,12 +146,12 @@ class StepMeter:
         else:  # the optimizer's state may be incomplete
             self._free()
         model = None
-        gc.collect()  # an exception may have left cycles
+        gc.collect()  # an exception may have left reference cycles
         torch.get_device_module(self.devices[0]).empty_cache()
         return Option(
             **arguments,
             chunk_sizes=chunk_sizes,
-            peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),  # one may repeat
+            peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),  # may repeat
             uses=tuple(breakdown.get(str(device), {}) for device in self.devices),
             seconds=seconds,
             out_of_memory=out_of_memory,

@@ -23,10 +23,10 @@ from .workload import Workload
 from .workload_search import WorkloadSearch, fill_alike
 
 _LARGEST_BATCH = 2**16
-"""The largest batch to measure: it is made on the CPU, even if devices keep shapes only."""
+"""The largest batch to measure. Batches are created on the CPU even if devices keep only shapes."""
 
 _LARGEST_MULTIPLE = 4
-"""The same as a multiple of the batch, where emulated devices compute values."""
+"""The largest batch, as a multiple of the requested one, if emulated devices compute values."""
 
 
 def tune(
@@ -48,17 +48,18 @@ def tune(
     """Measure a workload at a few splits and return a report with the best one.
 
     The training steps run on the accelerators if there are two or more, otherwise on emulated
-    devices that keep shapes only, so that neither the batch nor the model need fit this machine.
-    Nothing is predicted: all splits and batches of the report were measured.
+    devices. By default emulated devices keep shapes only, so the batch and the model may be larger
+    than the memory of this machine. Nothing is predicted: all splits and batches of the report were
+    measured.
 
     Args:
         workload: the workload to train.
         batch_size: samples in the whole batch.
         devices: the devices or their number. By default all accelerators, or one emulated device
             for each capacity, or four.
-        capacities: capacity of each device in bytes, which emulated devices may exceed. By default
-            the accelerators' own; for emulated devices the highest peak of the even split, rounded
-            up to whole MiB.
+        capacities: capacity of each device in bytes, which emulated devices may exceed. The default
+            for accelerators is their own capacity. The default for emulated devices is the highest
+            peak of the even split, rounded up to whole MiB.
         reserve: bytes of each capacity to keep free. By default 1 GiB for contexts and
             workspaces, or 0 if the capacity is the peak of the even split.
         sweep: values of ``gpu0_bsz`` to measure in addition.
@@ -68,12 +69,12 @@ def tune(
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its chunk.
         spread: whether to spread parameters, gradients and optimizer state over all devices.
-        goal: how options are ranked: ``"speed"``, the smallest of all largest chunks;
-            ``"headroom"``, the lowest utilization of the bottleneck device; or ``"batch"``, the
-            largest batch. By default speed, or headroom if the capacity is the peak of the even
-            split.
-        with_alternatives: whether to compare with the loss on each device, and with parameters on
-            all devices as well.
+        goal: how options are ranked. For ``"speed"`` the best option is that with the smallest
+            largest chunk; for ``"headroom"``, that with the lowest utilization of its fullest
+            device; for ``"batch"``, that with the largest batch. By default speed, or headroom if
+            the capacity is the peak of the even split.
+        with_alternatives: whether to also measure with the loss on each device (``gather=False``),
+            and with parameters spread over all devices (``spread=True``).
         on_measurement: called with each measurement.
 
     Raises:
@@ -124,7 +125,7 @@ def tune(
         failures = {}
         for name in ("gather=False", "spread=True") if with_alternatives else ():
             apart = (False, spread) if name == "gather=False" else (gather, True)
-            try:  # what was asked for is not measured again
+            try:  # what is measured already is not measured again
                 run.search(report, *apart)
                 gather = apart[0]
             except Exception as error:  # the user's loss may not work for chunks

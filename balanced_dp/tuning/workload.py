@@ -30,15 +30,16 @@ class Workload:
     """Define everything that a training step needs except the devices.
 
     Attributes:
-        model: returns the module, on torch's default device, so that a model larger than this
-            machine's memory can be made on emulated devices. Or a module, of which copies are
-            trained.
-        make_batch: returns positional and keyword arguments of the model, and the target, for a
-            batch of a given size, on the CPU. Or a tensor, the only argument, and the target.
-        loss: returns the 0-dim loss of the model's output and the target.
-        make_optimizer: returns an optimizer of the parameters.
+        model: a function that returns a new module on torch's default device, so that a model
+            larger than this machine's memory can be created on emulated devices. Or a module, which
+            is copied for training.
+        make_batch: a function that returns a batch of a given size on the CPU: the positional
+            arguments of the model, its keyword arguments, and the target. It may instead return a
+            tensor, as the only argument, and the target.
+        loss: a function that returns the 0-dim loss, given the model's output and the target.
+        make_optimizer: a function that returns an optimizer, given the parameters.
         precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``, or None.
-        name: the name in reports, by default that under which ``find_workload`` finds it.
+        name: the name in reports. By default it is the name given to ``find_workload``.
         batch_size: a usual batch size.
     """
 
@@ -54,7 +55,7 @@ class Workload:
         """Return a new module.
 
         Raises:
-            ArgumentTypeError: ``model`` does not return one.
+            ArgumentTypeError: ``model`` does not return a module.
         """
         if isinstance(self.model, nn.Module):
             return copy.deepcopy(self.model)
@@ -70,7 +71,7 @@ class Workload:
         """Return positional and keyword arguments of the model, and the target.
 
         Raises:
-            ArgumentTypeError: ``make_batch`` does not return them.
+            ArgumentTypeError: ``make_batch`` does not return a batch in one of its two forms.
         """
         batch = self.make_batch(batch_size)
         match batch:
@@ -87,9 +88,9 @@ class Workload:
 
 
 def find_workload(target: str) -> Workload:
-    """Return the built-in workload of that name, or the result of a function.
+    """Return the built-in workload named ``target``, or the result of the function that it names.
 
-    The function is named as ``package.module:function`` or ``folder/file.py:function``.
+    A function is named as ``package.module:function`` or ``folder/file.py:function``.
 
     Raises:
         ArgumentError: If there is no such workload.
@@ -132,9 +133,10 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def encoded_text() -> tuple[torch.Tensor, int]:
-    """Return about 0.5 MB of English text, the language reference in Python's library.
+    """Return about 0.5 MB of English text: the language reference that Python's library contains.
 
-    The text is encoded as indices of characters, and returned with the number of distinct ones.
+    The text is encoded as indices of characters. The number of distinct characters is returned,
+    too.
     """
     topics: dict[str, str] = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics))
@@ -143,7 +145,7 @@ def encoded_text() -> tuple[torch.Tensor, int]:
 
 
 def character_batch(starts: torch.Tensor) -> Batch:
-    """Return the excerpts of the text from the given indices, and the same shifted by one."""
+    """Return excerpts of the text from the given indices, and as targets the next characters."""
     samples = encoded_text()[0][starts[:, None] + torch.arange(65)]
     return (samples[:, :-1],), {}, samples[:, 1:]
 

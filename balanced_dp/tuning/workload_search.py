@@ -1,4 +1,4 @@
-"""Search for the best split of a workload, its largest batches, and its weights. Pure."""
+"""Search for a workload's best split, largest batches and device weights. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ..search import Search, Split
 from ..split import split_batch, split_by_weights
 
 _CLOSE = 400
-"""Chunks and batches are found to one part in this number, so the largest batch to 0.5 %."""
+"""Chunks and batches are found to within one part in this number.
+
+So the largest batch is found to within 0.5 %.
+"""
 
 
 @dataclass
@@ -28,9 +31,10 @@ class WorkloadSearch(Search):
     def wanted(self) -> Iterator[Split]:
         """Yield the split to measure next; only the first one yielded is valid.
 
-        After the best value, search for the largest batches that fit: with the even split, and with
-        any ``gpu0_bsz``. For the second, find the largest chunk that fits on the other devices,
-        then the samples that fit on device 0, which must also have room for the gathered outputs.
+        After the search for the best value come two searches for the largest batch that fits: with
+        the even split, and with any ``gpu0_bsz``. The second one first finds the largest chunk that
+        fits on the other devices. Then it finds how many samples fit on device 0, which must also
+        have room for the gathered outputs.
         """
         yield from super().wanted()
         num, told = len(self.budgets), self.told.items()
@@ -58,7 +62,7 @@ def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) ->
     """Return chunk sizes that fill all devices equally, according to the measurements.
 
     Args:
-        told: the utilization of each device by chunk sizes, the latest last.
+        told: the measured utilization of each device, by chunk sizes, in order of measurement.
         batch_size: the samples in the whole batch; None means as many as fit.
 
     Returns:

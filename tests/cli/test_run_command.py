@@ -115,7 +115,7 @@ def test_the_report_is_written(script):
         ("train.py 4 64 one", 0, "for one device. Leave device_ids out: train.py:13"),
         ("train.py 4 64 cpu", 0, "splits no batches; add model = torch.nn.DataParallel(model.cuda"),
         ("--devices 1 train.py 4 64 wrap", 0, "On one device there are no splits to compare;"),
-        ("train.py 1 64 wrap", 0, "takes two steps with batches of one size; 1 ran, without opt"),
+        ("train.py 1 64 wrap", 0, "takes two steps with batches of equal size; 1 ran, without opt"),
         ("--html no.html train.py 1 64 wrap", 1, "no.html was not written: there is no report"),
         ("train.py 4 1 wrap", 0, "batches of 1, 4 devices"),
         ("--json no.json train.py 3 64 fail", 1, "no.json was not written: there is no report"),

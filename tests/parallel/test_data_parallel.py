@@ -58,6 +58,7 @@ def test_attributes_without_an_accelerator(no_accelerator):
         attributes = (parallel.module, parallel.device_ids, parallel.output_device, parallel.dim)
         assert attributes == (module, [], None, 1)
         assert parallel(torch.ones(3, 4, device=device)).device.type == device
+        BalancedDataParallel(None, module, device_weights=[1, 2])  # for a machine with two
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
