@@ -10,7 +10,7 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from .api import *  # noqa: F403  # type checkers know all its names
 else:
-    # Importing torch takes seconds, and the command line's help needs none of it.
+    # Importing torch takes seconds, and the help of the command line does not need torch.
     def __getattr__(name: str) -> Any:
         api = import_module(".api", __name__)
         if name in globals():  # a submodule, which api has imported

@@ -1,4 +1,4 @@
-"""``python -m balanced_dp`` is the command ``balanced-dp``."""
+"""``python -m balanced_dp`` runs the command ``balanced-dp``."""
 
 from .cli.commands import main
 

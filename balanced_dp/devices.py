@@ -1,4 +1,4 @@
-"""The devices that arguments such as ``device_ids`` name, and their streams."""
+"""The devices that arguments such as ``device_ids`` refer to, and their streams."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ Device = int | str | torch.device
 
 
 def default_device_type() -> str | None:
-    """Return the type of the devices that ints name, None if there are none.
+    """Return the type of the devices that ints refer to, or None if there are no such devices.
 
-    That is the emulated devices' type inside ``emulate_devices``, else the accelerator's.
+    Inside ``emulate_devices``, it is the type of the emulated devices. Elsewhere, it is the type of
+    the accelerator.
     """
     if has_machine():
         return current_machine().device_type
-    # torch.accelerator came with 2.6, where it raises without an accelerator.
+    # torch.accelerator is new in torch 2.6, and in 2.6 it raises an error without accelerators.
     device: torch.device = torch._C._get_accelerator()
     has_several = device.type not in ("cpu", "mps")  # MPS has a single device
     return device.type if has_several and torch.get_device_module(device).is_available() else None
 
 
 def resolve_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
-    """Return the devices that ``device_ids`` names; None names all of the default type.
+    """Return the devices of ``device_ids``. None means all devices of the default type.
 
     Raises:
         ArgumentError: ``device_ids`` is empty, or a device does not exist.
@@ -47,7 +48,7 @@ def resolve_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
 
 
 def resolve_device(device_id: Device) -> torch.device:
-    """Return the device that ``device_id`` names; an int is an index of the default type.
+    """Return the device of ``device_id``. An int is the index of a device of the default type.
 
     Raises:
         ArgumentError: the device does not exist.
@@ -88,15 +89,15 @@ _streams: dict[tuple[torch.device, torch.device | str], torch.Stream] = {}
 
 
 def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stream:
-    """Return a stream of a CUDA device for a purpose, the same one in all threads.
+    """Return the stream of a CUDA device for a purpose. All threads get the same stream.
 
     Args:
         device: the device.
-        purpose: ``"weights"`` for copies of weights alone; ``"copies"`` for inputs that arrive and
-            gradients that leave; or a device: another one for the gradients that arrive from it,
-            ``device`` itself for adding up what arrived. Each pair of devices has its own:
-            a copy waits for both of its streams, so devices that send to several would otherwise
-            take turns.
+        purpose: ``"weights"`` for copies of weights only; ``"copies"`` for inputs that arrive and
+            gradients that leave; another device for the gradients that arrive from that device; or
+            ``device`` itself for adding up the gradients that have arrived. Each pair of devices
+            has a stream of its own. A copy waits for its streams on both devices, so devices
+            that send to several others would take turns if these copies shared one stream.
     """
     if (device, purpose) not in _streams:  # setdefault: two threads may make one at the same time
         _streams.setdefault((device, purpose), torch.get_device_module(device).Stream(device))
@@ -109,5 +110,5 @@ def has_streams(device: torch.device) -> bool:
 
 
 def on_stream(stream: torch.Stream) -> Any:
-    """Return a context manager that makes ``stream`` current. torch gives it no type."""
+    """Return a context manager that makes ``stream`` current. torch does not annotate its type."""
     return torch.get_device_module(stream.device).stream(stream)

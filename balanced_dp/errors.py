@@ -44,7 +44,7 @@ class ProbeError(BalancedDataParallelError, RuntimeError):
 
 
 class InfeasiblePlanError(BalancedDataParallelError, ValueError):
-    """The batch fits with no ``gpu0_bsz``; the message says how much each device lacks."""
+    """No ``gpu0_bsz`` makes the batch fit; the message says how much each device lacks."""
 
 
 class ReportError(BalancedDataParallelError, ValueError):
@@ -62,7 +62,7 @@ def warn(message: str) -> None:
 
 
 def calling_frame() -> tuple[int, FrameType]:
-    """Return the innermost frame outside of torch and balanced_dp, and its level for ``warn``."""
+    """Return the stack level and the frame of the innermost call outside torch and balanced_dp."""
     internal = ("torch", "contextlib", __package__)
     level, frame = 1, sys._getframe(1)
     while frame.f_globals.get("__name__", "").split(".")[0] in internal and frame.f_back:

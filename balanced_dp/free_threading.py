@@ -1,4 +1,4 @@
-"""Differences of free-threaded builds of Python."""
+"""What differs in free-threaded builds of Python."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, t
 
 
 def is_free_threaded_build() -> bool:
-    """Return whether this is a free-threaded build of Python, whether or not its lock is on.
+    """Return whether this is a free-threaded build of Python, even if its GIL is enabled.
 
-    Such a build counts references by thread in either case.
+    With or without the GIL, such a build counts references separately for each thread.
     """
     return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))

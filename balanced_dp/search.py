@@ -1,8 +1,9 @@
-"""Search for the split that minimizes the utilization of the fullest device. Pure, without torch.
+"""Search for the split that minimizes the utilization of the fullest device. Does not need torch.
 
-Nothing is predicted. The memory of a device grows with its samples, so each search looks for the
-largest integer that stays within a limit. ``Search.find`` brackets it; a line through two
-measurements only chooses what to measure next.
+The result is always a measured split, never a prediction. The memory of a device grows with its
+samples, so each search looks for the largest integer that stays within a limit. ``Search.find``
+narrows down the range of this integer. A line through two measurements only determines what to
+measure next.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import Any
 from .split import EQUAL, even_share, split_batch
 
 MAX_SPLITS = 6
-"""The most splits that are tried in a training loop, and by weights."""
+"""The most splits that are tried in a training loop, and in a search for weights."""
 
 _BISECTED = range(10, 2**16, 2)
-"""The numbers of measurements after which a search bisects, where lines may converge slowly."""
+"""The numbers of measurements after which a search bisects, as lines may converge slowly."""
 
 _NUM_COMPARED = 3
 """How many iterations of each split to compare if the peaks of a split vary."""
 
 VARIES = 0.01
-"""Peaks that differ by more than this fraction vary. Buckets of gradients move them by less."""
+"""Peaks vary if they differ by more than this fraction. Gradient buckets change them by less."""
 
 _ROUNDING = 1e-6
 """The error of a number that is computed in floating point."""
@@ -48,16 +49,17 @@ def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
 class Search:
     """A search for the best ``gpu0_bsz`` of a batch.
 
-    Each sample on device 0 fills it and empties the others, so the highest utilization is lowest
-    where the two cross. The search ends at two neighbors of which only the larger one makes device
-    0 the fullest. Of equally good values the largest is best, because it is the fastest.
+    Each sample moved to device 0 raises its utilization and lowers that of the others. So the
+    highest utilization is lowest where device 0 is as full as the fullest other device. The search
+    ends at two adjacent values: device 0 is the fullest device with the larger value, but not with
+    the smaller one. Of equally good values the largest is best, because it is the fastest.
 
     Attributes:
         batch_size: samples in the whole batch.
         budgets: the bytes that each device may hold.
-        smallest: the smallest chunk that a replica trains on.
-        is_careful: whether to skip splits that would exceed a budget if the memory of a device grew
-            in proportion to its samples, which is an upper bound.
+        smallest: the smallest chunk that a replica can train on.
+        is_careful: whether to skip a split if a device could run out of memory. The upper bound
+            used is that the memory of a device grows in proportion to its samples.
         for_speed: whether to also find the largest value that fits.
         told: the utilization of each device by split; infinity if it ran out of memory.
     """
@@ -83,49 +85,50 @@ class Search:
         self.told[split] = utilizations(peaks, self.budgets)
 
     def next(self) -> Split | None:
-        """Return the split to measure next, None if the search is over."""
+        """Return the split to measure next, or None if the search is over."""
         return next(self.wanted(), None)
 
     @property
     def best(self) -> int | None:
-        """The value with the lowest utilization, the largest of equals; None if none ran."""
+        """The value with the lowest utilization; of equals, the largest. None if no split ran."""
         ran = {value: max(full) for value, full in self._ran().items()}
         limit = min(ran.values(), default=0.0) * (1 + EQUAL)
         return max((value for value, full in ran.items() if full <= limit), default=None)
 
     def allows(self, split: Split) -> bool:
-        """Return whether all replicas can train on their chunks, and no device should run out."""
+        """Return whether all replicas can train on their chunks and no device should run out."""
         ran = self._ran() if self.is_careful else {}
-        # Between values that ran, no device holds more than it has held. Beyond them, its memory
-        # grows at most in proportion to its samples. Without samples it tells nothing of them.
+        # Between values that ran, no device holds more than it has held. Beyond them, the memory of
+        # a device grows at most in proportion to its samples. The memory of a device that had no
+        # samples tells nothing about samples.
         end = min(max(split[0], min(ran, default=0)), max(ran, default=0))
         chunks = zip(ran.get(end, ()), self.split(end), split, strict=False)
         is_safe = all(full * new <= old > 0 for full, old, new in chunks if new > old)
         return is_safe and not any(0 < chunk < self.smallest for chunk in split)
 
     def _values(self) -> dict[int, list[float]]:
-        """Return what is known about the values of the batch."""
+        """Return the known utilizations of the devices by value of ``gpu0_bsz``."""
         return {s[0]: full for s, full in self.told.items() if s == self.split(s[0])}
 
     def _ran(self) -> dict[int, list[float]]:
         return {value: full for value, full in self._values().items() if max(full) < math.inf}
 
     def _over(self) -> dict[int, float]:
-        """Return by how much device 0 is fuller than the others."""
+        """Return, by value, how much fuller device 0 is than the fullest other device."""
         over = {value: full[0] - max(full[1:]) for value, full in self._values().items()}
-        # In the even split the last device gets the remainder, so if budgets differ, the others may
-        # be less full with one sample less on device 0.
+        # In the even split, the last device gets the remainder. So if budgets differ, the other
+        # devices may be less full when device 0 has one sample less.
         if self.even in over and len(set(self.budgets)) > 1:
             over[self.even] = max(over[self.even], EQUAL)
         return over
 
     def wanted(self) -> Iterator[Split]:
-        """Yield the split to measure next; only the first one yielded is valid."""
+        """Yield the split to measure next. Only the first split that is yielded is valid."""
         if not self.told:
             yield self.split(self.even)
         values = range(self.even + 1)
         value, full = max(self._ran().items(), default=(0, [0.0, 0.0]))
-        # An upper bound for a sample: the device holds nothing but samples.
+        # An upper bound of the memory of a sample, as if the device held nothing but samples.
         a_sample = max(full[1:]) / max(1, *self.split(value)[1:])
         slope = a_sample * (1 + 1 / (len(self.budgets) - 1))
         yield from self.find(self._over(), values, self.split, slope)
@@ -148,15 +151,16 @@ class Search:
         """Search for the largest number within a limit.
 
         Args:
-            over: by number, the excess over the limit, which grows with the number. At most 0 is
-                within the limit; infinity is an unknown excess.
+            over: by number, the excess over the limit, which grows with the number. An excess of at
+                most 0 is within the limit; infinity means that the excess is unknown.
             numbers: the numbers in ascending order.
             split_of: returns the split of a number.
-            slope: the increase of the excess per number, until there are two measurements. None
-                means that the excess is -1 without samples, which is an upper bound.
-            close: the result may be too small by one part in this number.
-            bends_up: whether the excess is convex. Then it lies above the line through two
-                measurements, and no number beyond the zero of the line is measured.
+            slope: the assumed increase of the excess per number, until there are two measurements.
+                None means the slope of a line from an excess of -1 at the number 0. This is an
+                upper bound of the slope.
+            close: the result may be too small by at most one part in ``close``.
+            bends_up: whether the excess is convex. If it is, beyond two measurements it lies above
+                the line through them, so no number beyond the zero of the line is measured.
             start: the number to begin with.
 
         Yields:
@@ -205,20 +209,20 @@ def _peak(iteration: _Iteration) -> float:
 class LoopSearch:
     """A search that follows the iterations of a training loop, whatever their batches.
 
-    The largest iteration decides, because it fills the devices most. Batches of other sizes get the
-    same share on device 0.
+    The iteration with the largest batch decides, because it fills the devices most. In batches of
+    other sizes, device 0 gets the same share.
 
     Args:
         budgets: the bytes that each device may hold.
         is_careful: as for ``Search``.
-        compares: whether all splits are reported at the end, not only the best one. Then the
-            search is also for the largest value that fits, and splits are compared over equal
-            numbers of iterations: the maximum of many is higher than that of a few.
+        compares: whether all splits are reported at the end, not only the best one. If so, the
+            search also looks for the largest value that fits. It then compares splits over equal
+            numbers of iterations, since the highest peak of many iterations exceeds that of a few.
 
     Attributes:
         search: the search for the largest batch so far, empty before the first iteration.
-        highest: by split, the peaks and record of the highest iteration that is compared.
-        accumulates: whether these have added to existing gradients.
+        highest: by split, the peaks and the record of the compared iteration with the highest peak.
+        accumulates: whether the compared iterations have added to existing gradients.
         is_over: whether the value is final, unless memory runs out.
     """
 
@@ -239,13 +243,13 @@ class LoopSearch:
     def tell(
         self, split: Split, peaks: Sequence[float], accumulates: bool = False, record: Any = None
     ) -> None:
-        """Record an iteration, which counts if none is larger.
+        """Record an iteration. It counts unless an earlier one was larger.
 
         Args:
-            split: the chunk sizes of its largest batch.
+            split: the chunk sizes of the iteration's largest batch.
             peaks: the peak of each device.
             accumulates: whether that batch has added to existing gradients.
-            record: the caller's record of it.
+            record: the caller's record of the iteration.
         """
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self.accumulates)
         if iteration < largest:
@@ -253,7 +257,7 @@ class LoopSearch:
         if iteration > largest:
             self._begin(*iteration)
         found = [*self._iterations.get(split, ()), (peaks, record)]
-        # Without comparisons the highest one suffices.
+        # Without comparisons, only the iteration with the highest peak is needed.
         keep = found[-_NUM_COMPARED:] if self.search.for_speed else [max(found, key=_peak)]
         self._iterations[split] = keep
         num = min(map(len, self._iterations.values()))
@@ -272,13 +276,13 @@ class LoopSearch:
         return any(max(of_split) > min(of_split) * (1 + VARIES) for of_split in peaks)
 
     def ran_out(self, batch_size: int, index: int) -> bool:
-        """Record that a device ran out of memory with a batch; return whether its split changed."""
+        """Record that a device ran out of memory; return whether the batch's split changed."""
         split = self.split(batch_size)
         if self.search.batch_size != batch_size:
             self._begin(batch_size, False)
         told = self.search.told
         for tried in [s for s in told if (s <= split if index else s >= split)]:
-            del told[tried]  # their peaks can exceed those told
+            del told[tried]  # this split may reach higher peaks than it was recorded with
             self._iterations.pop(tried, None)
         told[split] = [math.inf if i == index else 0.0 for i in range(len(split))]
         self.is_over = False
@@ -287,7 +291,7 @@ class LoopSearch:
         return self.split(batch_size) != split
 
     def _begin(self, batch_size: int, accumulates: bool) -> None:
-        """Begin the search for a batch. Values that ran out of memory with it stay known."""
+        """Begin the search for a batch size. Keep its values that ran out of memory."""
         before, self.accumulates = self.search, accumulates
         self._iterations, self.highest = {}, {}
         same = ((s, full) for s, full in before.told.items() if sum(s) == batch_size)
@@ -301,7 +305,7 @@ class LoopSearch:
             self._share = Fraction(value, batch_size)
 
     def state_dict(self, batch_size: int) -> dict[str, Any]:
-        """Return the value for a batch, and whether it is final, as numbers and lists."""
+        """Return the value for a batch, and whether the value is final, as numbers and lists."""
         return {
             "batch_size": batch_size,
             "gpu0_bsz": self.split(batch_size)[0],
@@ -310,9 +314,9 @@ class LoopSearch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start with the value of another search with the same number of devices.
+        """Start with the value of another search, if that had the same number of devices.
 
-        It is final if that search was over and the capacities are the same.
+        The value is final if that search was over and its capacities were the same.
         """
         capacities = list(self.search.budgets)
         if len(state["capacities"]) == len(capacities):

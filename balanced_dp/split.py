@@ -1,4 +1,4 @@
-"""The chunk size of each device. Integer arithmetic, without torch."""
+"""Compute the chunk size of each device, with exact arithmetic and without torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def split_batch(
     A device whose chunk size is 0 is idle in this step. Device 0 gets at most ``gpu0_bsz`` samples
     and at most its chunk of the even split. A single device gets the whole batch.
 
-    1. If ``gpu0_bsz`` is at least ``ceil(batch_size / num_devices)``, the split is the even one of
-       ``torch.chunk``, and so of ``nn.DataParallel``.
-    2. Otherwise device 0 gets ``gpu0_bsz`` samples, and the rest is divided over the other devices:
-       their chunk sizes differ by at most 1, the larger ones first.
+    1. If ``gpu0_bsz`` is at least ``ceil(batch_size / num_devices)``, the split is even, as in
+       ``torch.chunk`` and ``nn.DataParallel``.
+    2. Otherwise device 0 gets ``gpu0_bsz`` samples, and the rest is divided over the other devices.
+       The chunk sizes of these differ by at most 1, with the larger ones first.
 
     Examples:
         >>> split_batch(32, 4, 2)
@@ -45,8 +45,9 @@ def split_batch(
 
     Source:
         The idea of a smaller first chunk is Transformer-XL's ``BalancedDataParallel``
-        (Dai et al. 2019, https://arxiv.org/abs/1901.02860). Theirs may give device 0 more than
-        ``gpu0_bsz`` where it falls back to the even split, and divides by zero on one device.
+        (Dai et al. 2019, https://arxiv.org/abs/1901.02860). That class may give device 0 more than
+        ``gpu0_bsz``, because it falls back to the even split, and it divides by zero if there is
+        only one device.
     """
     batch_size = as_integer("batch_size", batch_size, minimum=0)
     num_devices = as_integer("num_devices", num_devices, minimum=1)
@@ -59,7 +60,7 @@ def split_batch(
 
 
 def even_share(batch_size: int, num_devices: int) -> int:
-    """Return the chunk size of ``torch.chunk``: that of every device but the last ones."""
+    """Return the chunk size in the even split. The last devices may get less."""
     return -(-batch_size // num_devices)
 
 
@@ -71,9 +72,10 @@ def split_by_weights(
     """Return chunk sizes in proportion to the weights; the sum is ``batch_size``.
 
     The sizes are rounded by the largest-remainder method: each is rounded down, and the remaining
-    samples go, one each, to the devices with the largest remainders. Of equal remainders the
+    samples go, one each, to the devices with the largest remainders. If remainders are equal, the
     device with the lower index comes first, except that device 0 comes last. If device 0 would get
-    more than ``gpu0_bsz``, it gets ``gpu0_bsz`` and the rest is divided over the others likewise.
+    more than ``gpu0_bsz``, it gets ``gpu0_bsz`` samples, and the rest is divided over the other
+    devices by the same method.
 
     Examples:
         >>> split_by_weights(32, [11, 24, 24])

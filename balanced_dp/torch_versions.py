@@ -1,7 +1,7 @@
 """Differences between versions of torch, and the private names of torch that are used.
 
-Where torch lacks a name, ``import balanced_dp`` raises an error with it; emulation has its own
-list. docs/versions.md lists the versions that were tested.
+If torch lacks one of these names, ``import balanced_dp`` raises an error that gives the name. The
+emulation has its own list of names. docs/versions.md lists the versions that were tested.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 TESTED = ("2.5.1", "2.15.0")
-"""The oldest and the newest version that the tests have passed on."""
+"""The oldest and the newest version with which the tests have passed."""
 
 NEEDED = """
     nn.Module._parameters nn.Module._buffers nn.Module._modules nn.Module._compiled_call_impl
@@ -31,15 +31,15 @@ NEEDED = """
 AWAITS_PRODUCERS = torch.__version__ >= "2.8"
 """Whether a gradient's consumer waits for the node that sends it from another device.
 
-Before, autograd assumes that the gradient was computed on the default stream of its device, which
-is the current one in the threads of autograd.
+Before torch 2.8, autograd assumes that the gradient was computed on the default stream of its
+device. In the threads of autograd, this is the current stream.
 
 Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 """
 
 
 def exists(name: str) -> bool:
-    """Return whether torch has a dotted name, or a class of it declares such an attribute."""
+    """Return whether torch has a dotted name, or a class in torch annotates such an attribute."""
     path, _, last = f"torch.{name}".rpartition(".")
     try:
         owner = pkgutil.resolve_name(path)
@@ -49,10 +49,10 @@ def exists(name: str) -> bool:
 
 
 def require(names: str, what: str, error: type[Exception]) -> None:
-    """Check that torch has all names of a list separated by blanks.
+    """Check that torch has all names in ``names``, which are separated by blanks.
 
     Raises:
-        error: it lacks some.
+        error: torch lacks some of the names.
     """
     missing = [f"torch.{name}" for name in names.split() if not exists(name)]
     if missing:
@@ -69,6 +69,6 @@ def run_at_once(node: Any) -> None:
     """Let a node run as early as possible in backward.
 
     Autograd runs nodes in the order of their sequence numbers, highest first. Only nodes that
-    accumulate gradients have a higher one.
+    accumulate gradients have a higher number.
     """
     node._set_sequence_nr(2**64 - 2)

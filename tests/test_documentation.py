@@ -162,15 +162,8 @@ def test_the_picture_and_the_largest_batches():
     options = [report.largest_batch(option) for option in (report.even, report.best)]
     options.append(apart.largest_batch(apart.best))
     assert (options[1].chunk_sizes[0], options[2].speed) == (0, 1)
-    numbers = {
-        32,
-        256,
-        report.capacity_bytes[0] >> 30,
-        RESERVE >> 30,
-        0,
-        round(options[1].speed, 2),
-    }
-    numbers |= {option.batch_size for option in options}
+    gib, speed = [report.capacity_bytes[0] >> 30, RESERVE >> 30], round(options[1].speed, 2)
+    numbers = {32, 256, *gib, 0, speed, *(option.batch_size for option in options)}
     for text in READMES:
         [told] = re.findall(r"GPT-2 small.*?gather=False", text, re.DOTALL)
         assert {*numbers_in(told)} == numbers

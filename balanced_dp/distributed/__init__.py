@@ -1,7 +1,8 @@
 """Uneven splits with one process for each device.
 
-They work with ``DistributedDataParallel`` and ``fully_shard``, started by torchrun. This package
-adds what these lack: chunks of different sizes, and a loss that is scaled for exact gradients.
+The functions work with ``DistributedDataParallel`` and ``fully_shard``, in processes started by
+torchrun. They add two things: chunks of different sizes, and a loss that is scaled so that
+gradients are exact.
 """
 
 from .loss_scaling import count_all_ranks, scale_loss

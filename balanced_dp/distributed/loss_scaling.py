@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The default group of its functions is that at its first import, and the first optimizer imports
-# it. If that came after init_process_group, destroy_process_group would not end gloo's threads,
-# and these sometimes abort a process at exit.
+# The functions of torch.distributed.nn keep, as their default group, the one that exists when
+# torch.distributed.nn is first imported. The first optimizer imports it. If that came after
+# init_process_group, destroy_process_group would not end gloo's threads, which sometimes abort a
+# process at exit.
 import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
@@ -17,11 +18,11 @@ from ..errors import ArgumentError
 
 
 class TotalCount:
-    """The sum of all ranks' counts, computed asynchronously; made by ``count_all_ranks``."""
+    """The sum of the counts of all ranks, computed asynchronously. See ``count_all_ranks``."""
 
     def __init__(self, count: float, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        # On the CPU if the group has a backend for it, so that no device has to wait.
+        # On the CPU if the group has a backend for the CPU, so that no device has to wait.
         devices = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
         device = "cpu" if "cpu" in devices else devices[0]
         self._sum = torch.tensor(count, dtype=torch.float64, device=device)
@@ -30,7 +31,7 @@ class TotalCount:
     def wait(self) -> Tensor:
         """Wait for the sum and return it as a 0-dim float64 tensor.
 
-        If NCCL is the only backend, the device waits and not the host.
+        If NCCL is the only backend, the device waits instead of the host.
 
         Raises:
             RuntimeError: a rank did not report within the group's timeout. (NCCL's watchdog ends
@@ -44,12 +45,12 @@ def count_all_ranks(count: float | Tensor, group: dist.ProcessGroup | None = Non
     """Sum the counts of all ranks, asynchronously. Every rank of the group must call it.
 
     Args:
-        count: this rank's count, as for ``scale_loss``; with gradient accumulation the sum over all
-            micro-batches of the step.
+        count: this rank's count, as for ``scale_loss``. With gradient accumulation, give the sum
+            over all micro-batches of the step.
         group: the process group that averages gradients; by default the default group.
 
     Returns:
-        The sum, for the argument ``total`` of ``scale_loss``.
+        The sum, to be passed to ``scale_loss`` as ``total``.
 
     Raises:
         ValueError: there is no process group.
@@ -68,24 +69,25 @@ def scale_loss(
 
     ``DistributedDataParallel``, ``fully_shard``, accelerate and DeepSpeed average gradients over
     ranks with equal weights. With scaled losses, the average is the gradient of the mean over the
-    whole batch. Micro-batches of different counts are exact, too, if ``total`` includes all of
-    them: ``scale_loss(loss_i, count_i, total=count_all_ranks(sum(counts)))``. If the framework
-    divides the loss by the number of micro-batches (accelerate and DeepSpeed do), multiply by it.
+    whole batch. Gradients accumulated over micro-batches of different counts are exact, too, if
+    ``total`` includes all micro-batches: ``scale_loss(loss_i, count_i,
+    total=count_all_ranks(sum(counts)))``. If the framework divides the loss by the number of
+    micro-batches, as accelerate and DeepSpeed do, multiply the scaled loss by this number.
 
     If ``count`` is 0, the result and its gradients are 0, even if the loss is NaN: a hook on each
     node of the graph returns zeros if all gradients that the node receives are 0. The nodes inside
-    of a reentrant checkpoint have no hooks, so 0 / 0 there still gives NaN.
+    a reentrant checkpoint have no hooks, so a division of 0 by 0 in it still gives NaN.
 
     Args:
         loss: this rank's mean over its ``count`` samples or tokens, a tensor with one element of
-            any floating dtype. (In bfloat16, the factor has 8 bits, too.)
+            any floating-point dtype. The factor is rounded to this dtype, in bfloat16 to 8 bits.
         count: the number of samples or tokens, or the sum of weights, that ``loss`` is a mean over,
-            at least 0. The host reads it, and waits for the device of a tensor: count labels
-            before they are moved to the device.
-        total: the sum of all ranks' counts. By default the ranks compute it, so each must call
-            ``scale_loss``.
-        group: the process group that averages gradients; by default that of ``total`` if it comes
-            from ``count_all_ranks``, else the default group.
+            at least 0. The host reads it. If it is a tensor on a device, the host waits for the
+            device, so count labels before they are moved to the device.
+        total: the sum of the counts of all ranks. By default the ranks compute it together, so
+            every rank must call ``scale_loss``.
+        group: the process group that averages gradients. If ``total`` comes from
+            ``count_all_ranks``, the group of ``total`` is used; by default, the default group.
 
     Raises:
         ArgumentError: ``count`` is higher than ``total``.
@@ -121,7 +123,7 @@ def _keep_zero_gradients(loss: Tensor) -> None:
     seen = {None, *nodes}
     while nodes:
         node = nodes.pop()
-        if node is None or not node.next_functions:  # a parameter's, which outlives the graph
+        if node is None or not node.next_functions:  # a parameter's node outlives the graph
             continue
         node.register_hook(_zeros_of_zeros)
         following = {function for function, _ in node.next_functions} - seen
@@ -132,7 +134,7 @@ def _keep_zero_gradients(loss: Tensor) -> None:
 def _zeros_of_zeros(inputs: Any, outputs: Any) -> tuple[Tensor | None, ...] | None:
     """Return zeros as a node's outgoing gradients if all its incoming gradients are zeros.
 
-    They may not be if another loss uses the node.
+    The incoming gradients may differ from zero if another loss uses the node, too.
     """
     if any(bool(gradient.abs().sum()) for gradient in outputs if gradient is not None):
         return None

@@ -31,10 +31,10 @@ def split_ranks(
 ) -> tuple[int, ...]:
     """Return the chunk size of each rank; the sum is ``batch_size``.
 
-    With ``rank0_bsz`` alone, rank 0 gets that many samples and the rest is divided evenly over the
-    others. With ``weights``, chunk sizes are in proportion to the weights. With ``capacities``,
-    they are in proportion to the memory that each rank has beside ``fixed_bytes``, which
-    ``measure_step`` measures on one emulated device.
+    With ``rank0_bsz`` alone, rank 0 gets at most that many samples, and the rest is divided evenly
+    over the other ranks. With ``weights``, chunk sizes are in proportion to the weights. With
+    ``capacities``, chunk sizes are in proportion to the memory that each rank has left after
+    ``fixed_bytes``. To find ``fixed_bytes``, use ``measure_step`` on one emulated device.
 
     Examples:
         >>> split_ranks(32, 4, rank0_bsz=2)
@@ -44,17 +44,18 @@ def split_ranks(
 
     Args:
         batch_size: number of samples in the whole batch, at least 0.
-        world_size: number of ranks; by default that of the weights or capacities, or of the
-            default process group.
+        world_size: number of ranks; by default the number of weights or capacities, or else the
+            size of the default process group.
         rank0_bsz: maximum chunk size of rank 0, at least 0.
         weights: one number for each rank, at least 0 and not all 0.
         capacities: memory of each rank's device in bytes.
-        fixed_bytes: memory that each device needs whatever its chunk size: parameters, gradients,
-            DistributedDataParallel's buckets, optimizer state, the CUDA context.
+        fixed_bytes: memory in bytes that each device needs for any chunk size: for parameters,
+            gradients, DistributedDataParallel's buckets, optimizer state and the CUDA context.
 
     Raises:
-        ArgumentError: none of the three is given, both weights and capacities are, their number is
-            not ``world_size``, or a device has no memory beside ``fixed_bytes``.
+        ArgumentError: ``rank0_bsz``, ``weights`` and ``capacities`` are all missing; ``weights``
+            and ``capacities`` are both given; their number is not ``world_size``; or a device has
+            no memory left after ``fixed_bytes``.
         ArgumentTypeError: an argument has the wrong type.
         ValueError: ``world_size`` is needed, and there is no process group.
     """
@@ -88,8 +89,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Use it as the ``batch_sampler`` of a ``DataLoader``. In each epoch, every sample is yielded
     exactly once over all ranks. A smaller last batch is split in the same proportion, without
-    repeated or dropped samples (except with ``drop_last``). All ranks have the same number of
-    batches.
+    repeated samples. No samples are dropped, except with ``drop_last``. All ranks have the same
+    number of batches.
 
     A rank whose chunk of a batch is empty gets an empty list. A small last batch may have empty
     chunks, too, so use ``EmptyBatches`` as the ``collate_fn`` of the ``DataLoader``.
@@ -106,20 +107,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
         dataset: the dataset to sample from; only its length is used.
         batch_size: number of samples in the whole batch, at least 1.
         chunk_sizes: the chunk size of each rank, from ``split_ranks``.
-        rank: the rank of this process; by default that in the default process group, unless
-            ``world_size`` is given.
+        rank: the rank of this process; by default its rank in the default process group. It is
+            required if ``world_size`` is given.
         world_size: number of ranks; by default that of the default process group.
         shuffle: whether to shuffle the samples in each epoch.
-        seed: seed of the shuffling, the same on all ranks. The order of an epoch is that of
-            ``torch.randperm`` with the seed ``seed + epoch``, as in ``DistributedSampler``.
+        seed: seed of the shuffling, which must be the same on all ranks. The order of an epoch is
+            that of ``torch.randperm`` with the seed ``seed + epoch``, as in ``DistributedSampler``.
         drop_last: whether to drop a smaller last batch.
 
     Attributes:
         epoch: the epoch of the next iteration, as set by ``set_epoch``.
 
     Raises:
-        ArgumentError: there is no such rank, or ``chunk_sizes`` are not one for each rank with the
-            sum ``batch_size``.
+        ArgumentError: ``rank`` is out of range, ``chunk_sizes`` does not have one size for each
+            rank, or the sum of ``chunk_sizes`` is not ``batch_size``.
         ValueError: ``world_size`` is not given, and there is no process group.
     """
 
@@ -155,12 +156,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"batch_size={batch_size}, got {found[0]}, in all {found[1]}"
             )
         self.epoch = 0
-        # Where in the order the next iteration begins and the current one began, and how many
-        # batches it has yielded.
+        # The positions in the order at which the next iteration begins and the current iteration
+        # began, and the number of batches that the current iteration has yielded.
         self._next_start = self._start = self._num_yielded = 0
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch, the same on each rank."""
+        """Return the number of batches in an epoch, which is the same on all ranks."""
         rounded_up = 0 if self.drop_last else self.batch_size - 1
         return (self.num_samples + rounded_up) // self.batch_size
 
@@ -184,8 +185,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, and so the order, of the next iteration.
 
-        Call it before each epoch, with the same epoch on all ranks. If it is the epoch of a loaded
-        state, the next iteration resumes there; if not, it begins with the first batch.
+        Call this method before each epoch, with the same epoch on all ranks. If a state of this
+        epoch was loaded, the next iteration resumes at the position of the state. If not, the next
+        iteration begins with the first batch.
         """
         if epoch != self.epoch:
             self._next_start = self._start = self._num_yielded = 0
@@ -194,14 +196,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def state_dict(self, num_batches: int | None = None) -> dict[str, int | bool]:
         """Return the position in the epoch, which is the same on all ranks.
 
-        It counts the samples of all ranks, so the state can be loaded with other ranks,
-        chunk sizes and batch sizes.
+        The position is a number of samples of all ranks, so the state can be loaded with another
+        number of ranks, other chunk sizes and another batch size.
 
         Args:
             num_batches: number of batches used in training since this iteration began, as counted
-                by ``enumerate(loader, 1)``; a resumed iteration counts from 0. The default is the
-                number of batches yielded, which is too high for a ``DataLoader`` with workers,
-                since they fetch batches in advance.
+                by ``enumerate(loader, 1)``; a resumed iteration starts from 0 again. The default is
+                the number of batches yielded. This is too high for a ``DataLoader`` with workers,
+                since workers fetch batches in advance.
 
         Raises:
             ArgumentError: ``num_batches`` is higher than the number of batches yielded.
@@ -242,8 +244,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 class EmptyBatches:
     """A ``collate_fn`` that also makes batches without samples, for ranks with empty chunks.
 
-    Such a batch is that of the dataset's first sample, with tensors of size 0 in dimension 0. Its
-    dtypes, its other sizes and the objects in it that are not tensors are unchanged.
+    An empty batch is made from a batch of the dataset's first sample: its tensors are cut to size 0
+    in dimension 0. Their dtypes, their other sizes, and objects that are not tensors are unchanged.
 
     Examples:
         >>> loader = torch.utils.data.DataLoader(
@@ -254,7 +256,7 @@ class EmptyBatches:
 
     Args:
         dataset: the dataset of the samples.
-        collate_fn: the function that makes a batch of a list of samples.
+        collate_fn: the function that makes a batch from a list of samples.
     """
 
     dataset: Dataset[Any] | Sequence[Any]

@@ -22,23 +22,24 @@ def convert(
 ) -> DistributedDataParallel:
     """Wrap the module of ``model`` in ``DistributedDataParallel``.
 
-    Every process must call it, after ``init_process_group``. The module is moved in place to the
-    device of this rank, so its parameters, buffers and hooks remain; hooks of ``model`` itself do
-    not. State dicts have the same keys, so checkpoints load both ways. An optimizer with state
-    remains valid if the device is the same; if not, load its state dict again.
+    Every process must call this function, after ``init_process_group``. The module is moved in
+    place to the device of this rank, so it keeps its parameters, buffers and hooks. Hooks of
+    ``model`` itself are not kept. State dicts have the same keys, so checkpoints of either class
+    can be loaded into the other. An optimizer that has state remains valid if the module does not
+    change its device; if it does, load the optimizer's state dict again.
 
     For chunks of different sizes, gradients are those of the whole batch if ``scale_loss`` is
     applied to the loss; ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)`` returns the chunk
-    sizes for any number of ranks. Outputs are not gathered: each rank has those of its samples.
+    sizes for any number of ranks. Outputs are not gathered: each rank has those of its own samples.
 
     Args:
         model: the model to convert.
-        device: the device of this rank. By default the entry of ``model.devices`` at the rank's
-            index on its machine (``LOCAL_RANK``, which torchrun sets), or the module's device if
-            ``model.device_ids`` is empty.
-        **ddp_arguments: arguments of ``DistributedDataParallel``. The defaults differ in two:
+        device: the device of this rank. The default is the entry of ``model.devices`` whose index
+            is ``LOCAL_RANK``, the rank on this machine, which torchrun sets. If
+            ``model.device_ids`` is empty, the default is the module's device.
+        **ddp_arguments: arguments of ``DistributedDataParallel``. Two of them have other defaults:
             ``gradient_as_bucket_view=True``, which avoids a copy of the gradients, and
-            ``device_ids=[device]`` on an accelerator, which moves inputs there.
+            ``device_ids=[device]`` on an accelerator, which moves inputs to it.
 
     Raises:
         ArgumentError: there are more processes than devices.
@@ -56,13 +57,13 @@ def convert(
             # Moves inputs there, as BalancedDataParallel does.
             arguments.setdefault("device_ids", [device])
     ddp = DistributedDataParallel(module, **arguments)
-    ddp.training = model.training  # of the wrapper only, unlike train()
+    ddp.training = model.training  # train() would set the mode of the module, too
     return ddp
 
 
 def _device_of_this_rank(devices: Sequence[torch.device]) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK") or dist.get_rank())
-    if len(set(devices)) == 1:  # a repeated CPU, or the only accelerator that each process sees
+    if len(set(devices)) == 1:  # the CPU, repeated, or the only accelerator that a process sees
         return devices[0]
     if local_rank >= len(devices):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Replace the classes that wrap a script's model, while ``balanced-dp run`` runs it."""
+"""Replace the classes that wrap a script's model, while ``balanced-dp run`` runs the script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TORCHS: Any = nn.DataParallel
 
 
 WrappedAt = tuple[str, int]
-"""Where a script wraps a model: the file and the line of the call."""
+"""The file and the line of a call by which a script wraps a model."""
 
 
 @contextmanager
@@ -30,9 +30,10 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     """Replace ``nn.DataParallel``, ``data_parallel`` and ``Trainer`` inside a ``with`` block.
 
     The replacement takes the arguments of ``nn.DataParallel``, and ``isinstance`` answers as
-    before. A subclass that overrides a step, such as ``forward`` or ``scatter``, remains a subclass
-    of torch's class. ``loop`` splits the batches of all instances of ``BalancedDataParallel``,
-    including those that the script creates itself, except those with ``device_weights``.
+    before. If a script subclasses ``nn.DataParallel`` and overrides a step, such as ``forward`` or
+    ``scatter``, the subclass is derived from torch's class, not from the replacement. ``loop``
+    splits the batches of all instances of ``BalancedDataParallel`` without ``device_weights``,
+    including those that the script creates itself.
 
     Yields:
         A list of the calls that wrap a model. Each new call is appended.
@@ -52,7 +53,7 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
                 calls.append(call)
 
     function = functools.partial(balanced_data_parallel, None)
-    file = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel hides it
+    file = sys.modules["torch.nn.parallel.data_parallel"]  # a function of this name hides it
     with ExitStack() as stack:
         for owner, name, ours in (
             (BalancedDataParallel, "__init__", initialize_recorded),
@@ -86,10 +87,11 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 
 
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
-    """Find the module transformers.trainer; when it is executed, make each trainer balanced.
+    """Find the module ``transformers.trainer``. After its import, make every trainer balanced.
 
-    A trainer of a class C becomes one of ``class Balanced(BalancedTrainer, C)``, which the report
-    suggests. Classes that the script has derived from ``BalancedTrainer`` stay as they are.
+    A trainer of a class C is created as one of ``class Balanced(BalancedTrainer, C)``, the class
+    that the report suggests. Classes that the script derives from ``BalancedTrainer`` stay as they
+    are.
     """
     spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
     if spec is None:

@@ -1,7 +1,7 @@
 """A ``Trainer`` of Hugging Face's transformers that gives device 0 a smaller chunk.
 
 On several GPUs without a distributed launcher, ``Trainer`` wraps the model in ``nn.DataParallel``.
-This one wraps it in ``BalancedDataParallel``; nothing else changes in a script.
+``BalancedTrainer`` wraps it in ``BalancedDataParallel``; nothing else changes in a script.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 try:
-    from accelerate.utils import convert_to_fp32  # first: transformers' error does not name it
+    from accelerate.utils import convert_to_fp32  # first, so that an error names accelerate
     from transformers import Cache, Trainer, TrainerCallback
     from transformers.training_args import ParallelMode
     from transformers.utils.generic import ModelOutput
@@ -58,7 +58,7 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
         return super().gather([*map(self._select, outputs)], output_device)
 
     def _select(self, output: Any) -> Any:
-        """Return the loss, or all but key-value caches, which the Trainer ignores."""
+        """Return only the loss, or all outputs but key-value caches, which the Trainer ignores."""
         if isinstance(output, Mapping):
             names = [name for name in output if not isinstance(output[name], Cache)]
             names = ["loss"] if self.gathers_loss_only and "loss" in output else names
@@ -72,12 +72,12 @@ class BalancedTrainer(Trainer):
 
     As with ``Trainer``, a batch has ``per_device_train_batch_size`` samples times the number of
     devices; at most ``gpu0_bsz`` of them are on the first device. Loss and gradients are those of
-    the whole batch on one device, as with any ``BalancedDataParallel``. Only the loss is gathered
-    if ``compute_loss`` is that of ``Trainer`` and does not need the logits. Replicas run under the
-    Trainer's autocast.
+    the whole batch on one device, as with any ``BalancedDataParallel``. Only the loss is gathered,
+    unless ``compute_loss`` is overridden or needs the logits. Replicas run under the Trainer's
+    autocast.
 
-    For a subclass of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer, MyTrainer)``,
-    which takes the arguments of both.
+    For a subclass of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer, MyTrainer)``.
+    This class takes the arguments of both of its bases.
 
     ``Trainer`` sees a single device: ``trainer.args`` has ``n_gpu`` 1 and the batch size of all
     devices. With one device, in a distributed launch, and with a model that is compiled, quantized
@@ -120,7 +120,7 @@ class BalancedTrainer(Trainer):
             raise ArgumentError("leave device_ids out in a distributed launch or with a device_map")
 
     def _use(self, devices: list[torch.device]) -> None:
-        """Show ``Trainer`` one device and the whole batch, so that it corrects no loss."""
+        """Show ``Trainer`` one device and the whole batch, so that it does not rescale losses."""
         self._wrapping["device_ids"] = devices
         self.args = copy.copy(self.args)  # the caller may pass them to another Trainer
         self.args.per_device_train_batch_size *= len(devices)
@@ -160,7 +160,7 @@ class BalancedTrainer(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _gathering(self, loss_only: bool, methods: set[str]) -> AbstractContextManager[object]:
-        """Gather only the loss, unless a subclass or a loss function needs more.
+        """Gather only the loss in a ``with`` block, unless a subclass or loss function needs more.
 
         Args:
             loss_only: whether the caller needs only the loss.
@@ -181,7 +181,7 @@ class _Callback(TrainerCallback):
 
 
 class _KeepSplit(_Callback):
-    """Stores the result of ``gpu0_bsz="auto"`` in the Trainer's state, and starts with it."""
+    """Stores the result of ``gpu0_bsz="auto"`` in the Trainer's state, and loads it from there."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         parallel, stored = self._trainer.parallel_model, state.stateful_callbacks.get(STATE_KEY)
@@ -197,9 +197,9 @@ class _KeepSplit(_Callback):
 class MemoryCallback(_Callback):
     """A callback that logs the peak memory of each device whenever the Trainer logs.
 
-    The values are those of ``MemoryLogger``: ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum
-    memory occupied by tensors since the last record, one value for each device, and
-    ``memory/imbalance`` is (max - min) / max of them.
+    The values are those of ``MemoryLogger``. There is one peak for each device: for example,
+    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory occupied by tensors since the last
+    record. ``memory/imbalance`` is (max - min) / max of these peaks.
 
     Args:
         trainer: a ``BalancedTrainer``.

@@ -1,4 +1,4 @@
-"""The chunk sizes of each call: by a number, by weights, or "auto", which watches a loop."""
+"""Choose the chunk sizes of each call: by a number, by weights, or by watching a loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SplitPolicy:
         device_weights: if given, batches are split in proportion to them.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the arguments cannot be used, or not together.
+        ArgumentError, ArgumentTypeError: an argument is invalid, or the arguments conflict.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SplitPolicy:
         if device_weights is not None and len(device_weights) != len(devices):
             fact = f"device_weights must be {len(devices)} numbers, one for each device"
             raise ArgumentError(f"{fact}, got {len(device_weights)}")
-        self.split(0)  # it raises where a number is out of its range
+        self.split(0)  # raises an error if an argument is out of range
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk size of each device for a batch of the next call."""
@@ -64,7 +64,7 @@ class SplitPolicy:
         """Return the chunk size of each device for this call.
 
         Warns:
-            BalanceWarning: the number has no effect on the first batch.
+            BalanceWarning: ``gpu0_bsz`` has no effect on the first batch.
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         has_no_effect = batch_size > 1 and even <= (self.gpu0_bsz or 0)
@@ -90,8 +90,8 @@ class SplitPolicy:
 def smallest_chunk(module: nn.Module) -> int:
     """Return the fewest samples that a replica can train on.
 
-    Two if a batch norm computes its statistics from the chunk, since it refuses one value per
-    channel, and one image lacks the statistics of a batch; otherwise one.
+    Two if a batch norm computes its statistics from the chunk, otherwise one. A batch norm refuses
+    a single value per channel, and one image does not have the statistics of a batch.
     """
     norms = (child for child in module.modules() if isinstance(child, _BatchNorm))
     return 1 + any(norm.training or norm.running_mean is None for norm in norms)
@@ -103,17 +103,19 @@ class AutoSplit:
     It has the methods and attributes of ``SplitPolicy``.
 
     An iteration begins with a forward pass with gradients on, and ends with the step of a
-    ``torch.optim.Optimizer``; with gradient accumulation it has several calls. The first iteration
-    does not count, since it creates the optimizer's state, nor does the first with each split.
+    ``torch.optim.Optimizer``; with gradient accumulation it has several calls. The very first
+    iteration does not count, since it creates the optimizer's state. The first iteration with each
+    split does not count either.
 
     Attributes:
         search: the search for the value.
-        batch_size: the largest batch so far, or a checkpoint's; 0 before either.
+        batch_size: the size of the largest batch so far, which may be that of a loaded checkpoint;
+            0 before the first batch.
         num_iterations: the number of iterations that have ended.
-        last_split: the chunk sizes of the last call; empty before.
+        last_split: the chunk sizes of the last call; empty before the first call.
 
     Raises:
-        ArgumentError: the devices do not count their memory, or one of them repeats.
+        ArgumentError: a device does not count its memory, or is given twice.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -131,7 +133,7 @@ class AutoSplit:
         self._ids: set[int] = set()
         """The parameters of the model, by their identity."""
         self._rule: tuple[int, ...] | None = None
-        """How the iteration before would have split a large batch."""
+        """The chunk sizes of a batch of ``_LARGE`` samples, by the previous iteration's split."""
         self._peaks: Peaks | None = None
         """The peaks of the iteration that is under way."""
 
@@ -146,20 +148,20 @@ class AutoSplit:
         return self.search.split(batch_size)
 
     def begin(self) -> None:
-        """Begin an iteration unless one is under way. Peaks are read while the search goes on."""
+        """Begin an iteration unless one is under way. Read peaks unless the search is over."""
         if self._peaks is None:
             _watching[id(self)] = self
             _register_hook(_note_step)
             watched = () if self.search.is_over else self.devices
             self._num_ooms = num_ooms(watched) or self._num_ooms
-            # Its largest batch, and whether that was added to existing gradients.
+            # The largest batch, and whether its gradients were added to existing gradients.
             self._batch = (0, False)
             self._peaks = Peaks(watched)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
         """Record the call, and return its chunk sizes."""
         search = self.search.search
-        search.smallest = max(search.smallest, smallest_chunk(module))  # also of another model
+        search.smallest = max(search.smallest, smallest_chunk(module))  # a loop may have two models
         chunk_sizes = self.last_split = self.split(batch_size)
         if batch_size and torch.is_grad_enabled():
             if self._peaks is None:  # a larger batch begins the search again
@@ -181,9 +183,10 @@ class AutoSplit:
             self.num_iterations += 1
 
     def _note_rule(self) -> bool:
-        """Record the rule of an iteration, and return whether it is the previous one's.
+        """Record how an iteration splits, and return whether the previous one split likewise.
 
-        If not, the loop may have held outputs of that one, and kernels may have been tuned.
+        If it did not, the peaks do not count: the loop may still have held outputs of the previous
+        iteration, and kernels may have been tuned.
         """
         before, self._rule = self._rule, self.split(_LARGE)
         return before == self._rule
@@ -191,7 +194,7 @@ class AutoSplit:
     def _note_failure(self, has_failed: bool = False) -> bool:
         """End an iteration in which memory ran out; return whether the next split differs.
 
-        Memory that runs out in evaluation changes nothing.
+        If memory runs out in evaluation, nothing changes.
 
         Args:
             has_failed: whether memory is known to have run out.
@@ -238,7 +241,7 @@ def split_policy(
 
 
 _watching: weakref.WeakValueDictionary[int, AutoSplit] = weakref.WeakValueDictionary()
-_register_hook = functools.cache(register_optimizer_step_post_hook)  # each hook once
+_register_hook = functools.cache(register_optimizer_step_post_hook)  # registers each hook once
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Compare a split batch with the whole batch on one device."""
+"""Compare the results of a split batch with those of the whole batch on one device."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from . import nested
 
 
 class Difference(NamedTuple):
-    """A difference between the split and the whole batch."""
+    """A difference between the results of the split batch and of the whole batch."""
 
     what: str
     """An output or a gradient, by name."""
     relative: float
-    """The largest difference, divided by the largest entry of the value for the whole batch."""
+    """The largest difference, divided by the largest absolute entry for the whole batch."""
     cause: str
     """The likely cause, and what to do about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Record how a split batch compares with the whole one; prints as a table.
+    """The result of comparing a split batch with the whole batch; prints as a table.
 
     Attributes:
         chunk_sizes: how the batch was split.
         num_compared: how many outputs and gradients were compared.
-        differences: those that differ by more than rounding, the largest difference first.
+        differences: the outputs and gradients that differ by more than rounding, the largest
+            difference first.
     """
 
     chunk_sizes: tuple[int, ...]
@@ -106,7 +107,7 @@ def _copied(*values: Any) -> Any:
 
 
 def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
-    """Return floating outputs, and gradients of a sum in which each entry counts differently."""
+    """Return floating-point outputs, and gradients of a sum that weights each entry differently."""
     found = {
         f"output {path or '(the whole)'}": leaf
         for path, leaf in nested.leaves(outputs)
@@ -115,14 +116,17 @@ def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
     if roots := [output for output in found.values() if output.requires_grad]:
         module.zero_grad()
         weights = [torch.linspace(1, 2, root.numel()).to(root).view_as(root) for root in roots]
-        torch.autograd.backward(roots, weights)  # in full, as reentrant checkpoints need it
+        torch.autograd.backward(roots, weights)  # reentrant checkpoints refuse autograd.grad
         named = module.named_parameters()
         found |= {f"gradient of {n}": p.grad for n, p in named if p.grad is not None}
     return {name: value.detach() for name, value in found.items() if value.numel()}
 
 
 def _relative(found: Tensor | None, expected: Tensor) -> float:
-    """Return the largest difference over the largest expected entry; infinite if shapes differ."""
+    """Return the largest difference, relative to the largest expected entry.
+
+    It is infinite if the shapes differ.
+    """
     if found is None or found.shape != expected.shape:
         return math.inf
     one, other = found.cpu().double(), expected.cpu().double()

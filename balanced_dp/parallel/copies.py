@@ -1,18 +1,18 @@
 """Copy weights to other devices and bring gradients back, many tensors in few pieces.
 
-A launch takes time for each tensor, so tensors of one dtype are flattened into buckets: parameters
-and buffers on their way to several devices, which NCCL broadcasts, and gradients on their way back.
-A bucket holds parameters that were registered one after the other, since these are used soon
-after one another.
+Each launch of a copy takes time, so tensors of one dtype are flattened into buckets, which are
+copied as one tensor. Parameters and buffers go to the other devices in buckets, which NCCL
+broadcasts if there are several other devices; gradients come back in buckets. A bucket holds
+parameters that were registered one after the other, since they are used soon after one another.
 
 Weights are copied on CUDA streams that nothing else uses. ``Arrivals`` has an event for each
-bucket. While a forward pass runs, the ``_parameters`` of its modules are ``ArrivingParameters``: a
-stream that reads one waits for the events of that module.
+bucket. While a forward pass runs, the ``_parameters`` of a replica's modules are
+``ArrivingParameters``: before a stream reads a parameter, it waits for the events of the module.
 
-If gradients are enabled, a bucket has one autograd node for each other device. Its backward runs as
-soon as the gradients of the bucket are complete there and copies them to the home of the
-parameters, the device that they are on, where autograd adds up the gradients of all devices. Nodes
-do not wait for each other::
+The home of a parameter is the device that it is on. If gradients are enabled, a bucket has one
+autograd node for each other device. The node's backward runs as soon as that device has computed
+all gradients of the bucket. It copies them to the home of the parameters, where autograd adds up
+the gradients of all devices. Nodes do not wait for each other::
 
     weights       home: b0 b1 b2 b3        one broadcast for each bucket, in the order of use
     forward       d1:      l0 l1 l2 l3     a layer waits for its own bucket
@@ -44,7 +44,7 @@ Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
 """
 
 LEAST_BYTES = 2**20
-"""The least capacity of a bucket of parameters, since each is launched on all devices.
+"""The least capacity of a bucket of parameters, since each bucket is launched on all devices.
 
 Source: the first bucket of torch 2.13's ``DistributedDataParallel``.
 """
@@ -53,8 +53,9 @@ Source: the first bucket of torch 2.13's ``DistributedDataParallel``.
 _sending = threading.Lock()
 """A lock to hold while sending tensors: several threads may call models on the same devices.
 
-NCCL launches kernels that wait for each other on one device after the other. If in between another
-thread let one of these streams wait for another, there would be a deadlock.
+NCCL launches kernels on one device after the other, and these kernels wait for each other. If,
+between two launches, another thread made one of their streams wait for another one of them, there
+would be a deadlock.
 """
 
 Copies = Mapping[torch.device, Sequence[torch.Tensor]]
@@ -62,16 +63,17 @@ Copies = Mapping[torch.device, Sequence[torch.Tensor]]
 
 
 class Arrivals:
-    """The copies on the weight streams of CUDA devices, with the events that mark their completion.
+    """The copies that weight streams of CUDA devices make, and the events that mark their ends.
 
-    Destination memory belongs to the streams that were current at ``expect``. It must not be freed
-    before ``wait``.
+    The memory of the copies belongs to the streams that were current when ``expect`` was called. It
+    must not be freed before ``wait`` is called.
 
     Attributes:
-        events: by the identity of a tensor, the event to wait for before its use; if it is an
-            original, before writing to it.
+        events: by the ``id`` of a tensor, the event to wait for: before a copy is used, and before
+            an original is written to.
         are_traced: whether ``torch.compile`` has traced parameters that were on their way. Compiled
-            code reads them without waiting, so from then on calls wait for all parameters first.
+            code reads parameters without waiting. So from then on, each call waits for all of its
+            parameters before it runs the replicas.
     """
 
     are_traced: ClassVar[bool] = False
@@ -87,7 +89,7 @@ class Arrivals:
             side_stream(device, "weights").wait_stream(self._streams[device])
 
     def note(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-        """Record an event after the work of the weight stream of ``device`` for ``tensors``."""
+        """Record an event for ``tensors`` after the current work of the device's weight stream."""
         event = side_stream(device, "weights").record_event()
         self.events.update(dict.fromkeys(map(id, tensors), event))
 
@@ -100,12 +102,12 @@ class Arrivals:
 
 
 class ArrivingParameters(UserDict[str, Any]):
-    """The parameters of a module while they arrive: each stream waits when it first reads one.
+    """The arriving parameters of a module. A stream waits when it first reads one of them.
 
     ``in`` does not wait, since ``Module.__getattr__`` uses it for attributes of any kind.
 
     Args:
-        plain: the dictionary that this one replaces.
+        plain: the plain dictionary that this object replaces.
         device: the device of the parameters.
         events: the events to wait for.
     """
@@ -120,14 +122,14 @@ class ArrivingParameters(UserDict[str, Any]):
         self._waited: set[int] = set()
 
     def __reduce__(self) -> Any:
-        # The dictionary itself, which is also that of the module's register_parameter.
+        # Copied as the plain dictionary, to which the module's register_parameter writes.
         return itemgetter(0), ([self._arrived()],)
 
     def __getitem__(self, name: str) -> Any:
         return self._arrived()[name]
 
     def _arrived(self) -> dict[str, Any]:
-        if not torch.compiler.is_dynamo_compiling():  # its named_parameters() has waited
+        if not torch.compiler.is_dynamo_compiling():  # Dynamo called named_parameters(), so waited
             stream = self._current_stream(self._device)
             if stream.stream_id not in self._waited:
                 for event in self._events:
@@ -140,15 +142,16 @@ class ArrivingParameters(UserDict[str, Any]):
 def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
     """Distribute tensors over buckets, and return the positions of the tensors in each bucket.
 
-    The tensors of a bucket have one dtype and device, and together at most an eighth of all bytes
-    and at most ``BUCKET_BYTES``. A larger tensor has a bucket of its own, and so has one that is
-    not contiguous, or not an ordinary dense tensor.
+    The tensors of a bucket have the same dtype and device. Together they have at most an eighth of
+    all bytes, and at most ``BUCKET_BYTES``. A larger tensor has a bucket of its own. A tensor that
+    is not contiguous, or is not an ordinary dense tensor, also has a bucket of its own.
 
     Args:
         tensors: the tensors by their positions.
-        of_gradients: whether the buckets are for gradients. If so, a tensor with hooks has a bucket
-            of its own: in a shared one, its hooks would get None if only other tensors had
-            gradients. If not, a bucket may hold ``LEAST_BYTES``, even if an eighth is less.
+        of_gradients: whether the buckets are for gradients. If True, a tensor with hooks has a
+            bucket of its own: in a shared bucket, its hooks would get None if only other tensors
+            had gradients. If False, a bucket may hold ``LEAST_BYTES``, even if this is more than
+            an eighth of all bytes.
     """
     sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors.values()]
     num_bytes = sum(filter(None, sizes))
@@ -174,12 +177,13 @@ def copy_to(
     tensors: Sequence[torch.Tensor],
     arrivals: Arrivals | None = None,
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Return all tensors in order for each device: copies, or those that are already there.
+    """Return the tensors on each device, in order. Tensors already there are not copied.
 
-    Between CUDA devices they are copied in few pieces; to several, by NCCL if torch has it.
+    Between CUDA devices, tensors are copied in few pieces. NCCL, if torch has it, copies them to
+    several devices at once.
 
     Args:
-        devices: the destinations; none twice.
+        devices: the destinations, each given once.
         tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
         arrivals: records when each copy is complete. If None, the current streams wait for all
             copies.
@@ -208,9 +212,9 @@ def _send(
     copies: Mapping[torch.device, list[torch.Tensor]],
     arrivals: Arrivals,
 ) -> None:
-    """Set the copies at the positions of ``tensors``. Those of a bucket share memory."""
+    """Fill in ``copies`` at the positions of ``tensors``. Copies in one bucket share memory."""
     buckets = fill_buckets(tensors, of_gradients=False)
-    pieces = []  # uninitialized, and memory of the current streams
+    pieces = []  # uninitialized; their memory belongs to the current streams
     for bucket in buckets:
         home, dtype = tensors[bucket[0]].device, tensors[bucket[0]].dtype
         size = sum(tensors[i].numel() for i in bucket)
@@ -218,7 +222,7 @@ def _send(
         pieces.append([torch.empty(size, dtype=dtype, device=device) for device in others])
     devices = dict.fromkeys([*(tensor.device for tensor in tensors.values()), *copies])
     with _sending, ExitStack() as stack:
-        # After an error the pieces are freed, so the copies must be over.
+        # After an error, the pieces are freed, so the copies must have ended by then.
         stack.push(lambda kind, *_: arrivals.wait() if kind else None)
         arrivals.expect(devices)
         for device in devices:
@@ -234,7 +238,7 @@ def _send(
                 comm.broadcast(piece.view(torch.uint8), out=[t.view(torch.uint8) for t in there])
             arrivals.note(originals[0].device, originals)
             for flat in there:
-                # Tensors of their own, with versions of their own.
+                # .data makes each part a separate tensor, with its own version.
                 parts = [part.data for part in _unflatten_dense_tensors(flat, originals)]
                 arrivals.note(flat.device, parts)
                 for i, part in zip(bucket, parts, strict=True):
@@ -246,9 +250,9 @@ def bring_to(
 ) -> list[torch.Tensor | None]:
     """Return the gradients of a bucket on ``device``. Differentiable.
 
-    Between CUDA devices they are copied on a stream of their own, so that computing goes on
-    (before torch 2.8 on the current stream); dense ones in one piece. The current stream of the
-    source device waits for the copy.
+    Between CUDA devices, gradients are copied on a separate stream, so that computation goes on.
+    (Before torch 2.8, they are copied on the current stream.) Dense gradients are copied in one
+    piece. The current stream of the source device waits for the copy.
     """
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
@@ -261,11 +265,11 @@ def bring_to(
         are_dense = all(g.layout is torch.strided for g in present)
         if len(present) > 1 and are_dense and not torch.is_grad_enabled():
             flat = move(_flatten_dense_tensors(present), device)
-            # A view that becomes a .grad would keep the memory of all.
+            # A view that becomes a .grad would keep the memory of all gradients.
             views = _unflatten_dense_tensors(flat, present)
             brought = [torch.empty_like(view) for view in views]
             torch._foreach_copy_(brought, views)
-        else:  # also if create_graph is set
+        else:  # one by one; with create_graph, too
             brought = [move(g, device) for g in present]
     torch.get_device_module(source).current_stream(source).wait_stream(stream)
     parts = iter(brought)
@@ -290,10 +294,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class Receive(torch.autograd.Function):
     """Represent the originals of a bucket on CUDA devices, to receive their gradients.
 
-    Autograd adds up the gradients from other devices on the stream of this node. The token is an
-    input of the nodes that send the next bucket, so backward runs once all devices have sent that
-    one, too. By then the gradients of this bucket have arrived, and the stream that computes adds
-    them to those of the home without waiting.
+    Autograd adds up the gradients from other devices on the stream of this node. The token that
+    this node returns is an input of the nodes that send the next bucket. So the backward of this
+    node runs only after all devices have sent the next bucket, too. By then the gradients of this
+    bucket have arrived. The stream that computes then adds them to the home's own gradients
+    without waiting.
     """
 
     @staticmethod
@@ -318,7 +323,7 @@ class Broadcast(torch.autograd.Function):
         token: torch.Tensor | None,
         *originals: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the copies, one of each original and on another device."""
+        """Return the copies: one of each original, all on one other device."""
         ctx.home = originals[0].device
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient
         return tuple(copies)
@@ -333,7 +338,8 @@ def make_nodes(
     copies: Mapping[torch.device, list[torch.Tensor]], parameters: Sequence[torch.Tensor]
 ) -> None:
     """Make copies the outputs of autograd nodes."""
-    # Since 2.9 torch warns about gradients from the streams of other devices, intended here.
+    # Since 2.9, torch warns about gradients that come from streams of other devices. Here they are
+    # intended.
     set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if set_warns is not None and any(map(is_cuda, copies)):
         set_warns(False)
@@ -344,11 +350,13 @@ def make_nodes(
         originals = [parameters[i] for i in positions]
         home = originals[0].device
         received: Sequence[torch.Tensor] = originals
-        # Receive runs even if its own bucket has no gradients; hooks would be called with None.
+        # Receive's backward runs even if its own bucket has no gradients. It would call hooks with
+        # None, so a tensor with hooks gets no Receive.
         if is_cuda(home) and not has_hooks(originals[0]):
-            # The first use of a parameter makes the node that accumulates its gradients, and this
-            # runs on the current stream. So the first use is on the stream that computes, and the
-            # nodes live until the second, whose node runs on the gradient stream of the home.
+            # The first use of a parameter creates the node that accumulates its gradients, which
+            # runs on the stream that is current then. So the first Receive is applied on the stream
+            # that computes. It is kept until the second one has been applied, whose node runs on
+            # the gradient stream of the home.
             first = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             with on_stream(side_stream(home, home)):
                 *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
@@ -359,7 +367,8 @@ def make_nodes(
                 continue
             parts = [own[i] for i in positions]
             # Autograd runs a node's backward on the stream that was current when the node was made,
-            # and lets it wait for the gradients. So computing goes on while they are copied.
+            # and makes this stream wait for the incoming gradients. So the other streams compute
+            # while gradients are copied.
             copying = on_stream(side_stream(device, "copies")) if is_cuda(device) else nullcontext()
             with copying:
                 parts = Broadcast.apply(parts, token, *received)  # type: ignore[no-untyped-call]

@@ -21,36 +21,39 @@ from .scatter import Inputs
 class BalancedCriterion(nn.Module):
     """A criterion computed in chunks, with the value and the gradients of the whole batch.
 
-    It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the targets
+    Call it with the ``PerDevice`` that a model with ``gather=False`` returns, and with the targets
     of the whole batch. Each device computes the loss of its own chunk, so that large outputs, such
     as the logits of a vocabulary, are never gathered on one device. Losses are joined like those
-    that a model returns; rows are concatenated. A warning names a loss that may not be the loss of
-    the batch. Anything but a ``PerDevice`` is passed to ``criterion`` unchanged, so that the same
-    line works for a bare model.
+    that a model returns; rows of losses are concatenated. If a loss may differ from that of the
+    whole batch, a warning names the loss. Anything but a ``PerDevice`` is passed to ``criterion``
+    unchanged, so that the same line works for a bare model.
 
     Outputs, targets and losses may be nested in tuples, dictionaries and dataclasses; a target may
     be another ``PerDevice``.
 
     Args:
         criterion: a module or a function of output and targets. A module's parameters are trained
-            and its buffers updated, as those of a replicated model.
-        loss_weight: the weight of a chunk's loss, as in ``BalancedDataParallel``.
-        broadcast: dotted paths of targets that go whole to each device, by the names of the
-            criterion's parameters.
+            and its buffers are updated, as in a replicated model.
+        loss_weight: a function that returns the weight of a chunk's loss, as in
+            ``BalancedDataParallel``.
+        broadcast: dotted paths of targets that are passed whole to each device. A path begins with
+            the name of a parameter of ``criterion``.
         split: dotted paths of lists, tuples, arrays and tensors with one or more entries for each
             sample.
 
     Shape:
         - Outputs: a ``PerDevice`` of outputs that ``criterion`` takes, one for each chunk.
         - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device.
-        - Loss: 0-dim, or as ``criterion``'s for the batch, on the model's output device.
+        - Loss: the loss that ``criterion`` computes for the whole batch, on the model's output
+          device. It may be 0-dim or have rows.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.
-        ScatterError, GatherError: on a call, a target cannot be split or the losses not joined.
+        ScatterError: on a call, a target cannot be split.
+        GatherError: on a call, the losses cannot be joined.
 
     Warns:
-        BalanceWarning: once for each output that may differ from that of the whole batch.
+        BalanceWarning: once for each loss that may differ from that of the whole batch.
 
     Examples:
         >>> from balanced_dp import BalancedDataParallel
@@ -95,7 +98,7 @@ def as_module(criterion: Any) -> nn.Module:
     """Return a criterion as a module.
 
     Raises:
-        ArgumentTypeError: it is neither a module nor a function.
+        ArgumentTypeError: ``criterion`` is neither a module nor a function.
     """
     if isinstance(criterion, nn.Module):
         return criterion
@@ -110,7 +113,7 @@ def as_module(criterion: Any) -> nn.Module:
 
 
 class _Function(nn.Module):
-    """A function as a module; tensors among its options are buffers, copied to each device."""
+    """A function as a module. Tensors in its options become buffers, copied to each device."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         super().__init__()

@@ -1,18 +1,18 @@
 """``torch.nn.DataParallel`` with a smaller chunk of the batch for the first device.
 
-A call goes through the files of this folder::
+A call goes through the files of this folder in this order::
 
     auto.py          split            batch size -> chunk sizes
     scatter.py       scatter          inputs -> the arguments for each device
     replicate.py     replicate        module -> a replica on each device
                      parallel_apply   replicas -> outputs, each device in a thread of its own
-    gather.py        gather           outputs -> one, its losses joined by losses/
-    per_device.py                     instead of gather, with ``gather=False``
+    gather.py        gather           outputs -> one output; losses/ joins its losses
+    per_device.py                     replaces gather.py if ``gather=False``
 
-Autograd goes the same way back. ``Concatenate.backward`` in gather.py sends each device its part of
-the gradient. copies.py has copied the parameters to the other devices; its ``Broadcast.backward``
-copies their gradients to the device of the parameter, where autograd adds them up. Inside
-``shared_weights()`` all calls use the same copies.
+Backward goes the same way in reverse. ``Concatenate.backward`` in gather.py sends each device its
+part of the gradient. ``Broadcast.backward`` in copies.py, the file that copies parameters to the
+other devices, copies the gradients of these copies to the device of the parameter, where autograd
+adds them up. Inside ``shared_weights()`` all calls use the same copies of the parameters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .replicate import ModuleT, Replicator
 from .scatter import Inputs
 
 DeviceIds = Sequence[int | torch.device]
-"""Devices as in nn.DataParallel: an accelerator by its index, any other device as itself."""
+"""Devices: an accelerator as its index, as in nn.DataParallel; any other as a torch.device."""
 
 
 class BalancedDataParallel(nn.DataParallel[ModuleT]):
@@ -57,78 +57,86 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ``module``, ``device_ids``, ``output_device``, ``dim`` and the keys of the state dict are those
     of ``nn.DataParallel``. It differs on purpose in these points:
 
-    - Only devices with samples run, so a batch may be smaller than their number, or empty.
-    - ``device_ids`` may name devices of any type and repeat one, as ``["cpu", "cpu"]`` does.
-    - A tensor whose size along ``dim`` is not the batch size raises an error instead of being cut.
-    - Outputs may hold dataclasses, and strings, numbers and constants that are equal everywhere.
+    - Only devices with samples run, so a batch may have fewer samples than devices, or none.
+    - ``device_ids`` may name devices of any type, and the same device twice: ``["cpu", "cpu"]``.
+    - If the size of a tensor along ``dim`` is not the batch size, an error is raised;
+      ``nn.DataParallel`` splits the tensor.
+    - Outputs may contain dataclasses. They may also contain strings, numbers and constants that
+      are equal on all replicas.
     - Worker threads have the caller's autocast dtype, inference mode and context variables.
     - A replica's exception is raised unwrapped, with a note that names the replica.
-    - A list of outputs with an entry for each sample comes back as one list.
+    - Lists that the replicas return with one entry for each sample are joined into one list.
 
     Args:
-        gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it only runs calls
-            that have no samples. None means no limit: the split is even, or follows
-            ``device_weights``. ``"auto"`` starts with the even split, reads the peaks after each
-            optimizer step, tries at most six splits and keeps the one with the lowest peak. If
-            memory runs out, catch ``torch.OutOfMemoryError`` and repeat the step. State dicts
-            contain the result.
+        gpu0_bsz: the most samples that the first device gets, at least 0. With 0, the first device
+            runs only in calls without samples. None means no limit: the split is even, or follows
+            ``device_weights``. ``"auto"`` starts with the even split, reads the peak memory of the
+            devices after each optimizer step, tries at most six splits, and keeps the split with
+            the lowest peak. If memory runs out, catch ``torch.OutOfMemoryError`` and repeat the
+            step. State dicts contain the split that ``"auto"`` has found.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
-            With ``spread`` or a single device, the constructor moves them.
-        device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
-            all accelerators; without any, calls go to ``module`` as they are. Inside
-            ``emulate_devices``, ints and None mean the emulated ones.
-        output_device: where outputs are gathered, by default ``device_ids[0]``; may be ``"cpu"``.
+            With ``spread`` or a single device, the constructor moves them to their devices.
+        device_ids: the devices, as ints (indices of accelerators), strings or ``torch.device``.
+            None means all accelerators; if there are none, ``module`` is called on the whole
+            batch. Inside ``emulate_devices``, ints and None refer to the emulated devices.
+        output_device: the device on which outputs are joined, by default ``device_ids[0]``. It may
+            be ``"cpu"``.
         dim: the batch dimension of inputs and outputs.
-        gather: whether outputs are joined on ``output_device``. If not, a call returns a
-            ``PerDevice`` of them, and ``BalancedCriterion`` computes the loss on each device.
-        broadcast: dotted paths of inputs that go whole to each device, such as ``"mask"`` or
-            ``"batch.mask"``; a path covers all below it. Positional arguments go by the name of
-            ``module.forward``'s parameter.
-        split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
-            ``"texts"``, or of these and tensors with several, such as ``"passages"``, grouped by
-            sample; each device gets the entries of its samples.
-        scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value of the whole batch,
-            if they are sums of means over samples, or of cross entropies, or of sums over samples;
-            anything else is averaged as with ``"mean"``, with a warning. ``"mean"``: to their
-            mean, weighted by chunk size. ``"sum"``: to their sum. ``"stack"``: to a vector, as in
-            ``nn.DataParallel``. ``"auto"`` and ``"mean"`` add up integers and bools that differ,
-            and warn.
-        loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
-            means over anything but samples, such as selected tokens. Its parameters name the
-            arguments of ``forward`` that it gets: ``lambda mask: mask.sum()``. A weight is a number
-            of at least 0, a tensor with one, or a dictionary of them by output name.
+        gather: whether outputs are joined on ``output_device``. If False, a call returns the
+            outputs as a ``PerDevice``, and ``BalancedCriterion`` computes the loss on each device.
+        broadcast: dotted paths of inputs that are passed whole to each device, such as ``"mask"``
+            or ``"batch.mask"``. A path covers everything below it. A positional argument has the
+            name of its parameter in ``module.forward``.
+        split: dotted paths of inputs from which each device gets the entries of its samples. Lists,
+            tuples and arrays have one entry for each sample, such as ``"texts"``. They, and
+            tensors, may also have several entries for each sample, such as ``"passages"``, if the
+            entries of one sample are next to each other.
+        scalar_outputs: how 0-dim outputs are joined. ``"auto"`` computes the value of the whole
+            batch if the output is a sum of means over samples, of sums over samples, or of cross
+            entropies; any other output is averaged as with ``"mean"``, with a warning. ``"mean"``
+            computes the mean over the replicas, weighted by chunk size; ``"sum"`` the sum;
+            ``"stack"`` a vector, as in ``nn.DataParallel``. With ``"auto"`` and ``"mean"``,
+            integers and bools that differ between replicas are added up, with a warning.
+        loss_weight: a function that returns the weight of a chunk's 0-dim floating-point outputs.
+            Use it for means over anything other than samples, such as selected tokens. It receives
+            the arguments of ``forward`` that have the names of its parameters:
+            ``lambda mask: mask.sum()``. A weight is a number of at least 0, a tensor with one such
+            number, or a dictionary of weights by output name.
         device_weights: one number for each device; the batch is split in proportion to them.
-        spread: whether parameters are spread over all devices, in proportion to their memory, with
-            their gradients and optimizer state. If not, all are on ``device_ids[0]``.
+        spread: whether the parameters, with their gradients and optimizer state, are spread over
+            all devices, in proportion to the memory of each device. If False, all parameters are
+            on ``device_ids[0]``.
 
     Attributes:
-        chunk_sizes: how many samples each device got in the last call; None before the first, and
-            with a single device.
+        chunk_sizes: how many samples each device got in the last call. It is None before the first
+            call, and always None with a single device.
         gathers_outputs, spread: the arguments ``gather`` and ``spread``.
 
     Shape:
         - Input: tensors of ``(N, *)``, with N at ``dim``, on any device.
-        - Output: as the module's on the whole batch, on ``output_device``; with ``gather=False`` a
-          ``PerDevice``.
+        - Output: the output of the module for the whole batch, on ``output_device``. With
+          ``gather=False``, a ``PerDevice``.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.
-        ScatterError, GatherError: on a call, an input cannot be split or the outputs not joined.
-        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``, or with
-            ``spread`` a parameter on none of ``device_ids``; the module is scripted, compiled in
-            place or lazy; or weights were changed inside ``shared_weights()``.
+        ScatterError: on a call, an input cannot be split.
+        GatherError: on a call, the outputs cannot be joined.
+        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]`` (with ``spread``,
+            a parameter is on none of ``device_ids``); the module is scripted, compiled in place or
+            lazy; or weights were changed inside ``shared_weights()``.
 
     Warns:
-        BalanceWarning: once for each output or input concerned; for an output, again with
-            gradients if first without.
+        BalanceWarning: once for each input or output. If the call had no gradients, the warning
+            about an output may be repeated in a call with gradients.
 
             - ``gpu0_bsz`` is not below the even share of the first batch.
-            - A 0-dim output may differ from that of the whole batch, or the graph shows that
-              samples of a chunk are computed from each other: see ``check``.
-            - A list as long as the batch, or an object that holds tensors, goes whole to each
+            - A 0-dim output may differ from its value for the whole batch, or the autograd graph
+              shows that samples of a chunk are computed from each other: see ``check``.
+            - A list as long as the batch, or an object that holds tensors, is passed whole to each
               device.
-            - No input is split though there are lists or arrays, or only the tensors of a list are.
-            - An output does not have one row for each sample: the rows are in the order of the
+            - There are lists or arrays, but no input is split, or only the tensors in a list are
+              split.
+            - An output does not have one row for each sample. Its rows are in the order of the
               devices.
 
     Source:
@@ -169,7 +177,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             raise ArgumentTypeError(
                 f"module must be an nn.Module, got {type(module).__name__}; give (gpu0_bsz, module)"
             )
-        # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
+        # nn.DataParallel.__init__ is skipped: it refuses the CPU, and may advise users to leave
+        # out the smaller GPU.
         nn.Module.__init__(self)
         check_options(scalar_outputs, loss_weight)
         devices = resolve_devices(device_ids)
@@ -196,11 +205,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         elif spread and devices:
             spread_parameters(module, devices)
 
-    # Threads cannot be compiled, so torch.compile leaves this method as it is. This name is
-    # private, but torch.compiler.disable would import Dynamo, which takes a second, with this file.
+    # Threads cannot be compiled, so torch.compile must skip this method. The decorator is private,
+    # but torch.compiler.disable would import Dynamo, which takes a second, when this file is
+    # imported.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Split the batch, run the replicas, gather the outputs unless ``gather=False``."""
+        """Split the batch, run the replicas, and gather the outputs unless ``gather=False``."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
             if len(self.device_ids) < 2:
                 return self._call_module(inputs, kwargs)
@@ -210,7 +220,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             active = [i for i, size in enumerate(sizes) if size] or [0]
             ids = [self.device_ids[i] for i in active]
             call = self._new_call(ids, () if batch_size is None else [sizes[i] for i in active])
-            # In the call, the steps find it as ``self._current_call``.
+            # The methods below read the running call as ``self._current_call``.
             with advising(self.devices, sizes, self._policy.remedy), running(call):
                 args, keywords = self.scatter(inputs, kwargs, ids)
                 call.arguments = list(zip(args, keywords, strict=True))
@@ -226,13 +236,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return Inputs(self.module.forward, inputs, kwargs, *options)
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module itself, on the only device or, without one, where it is."""
+        """Call the module itself on the only device; with no device, where the module is."""
         devices = self.devices
         [args], [keywords] = self.scatter(inputs, kwargs, devices)
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
-        # Joining one output needs no batch size, but a PerDevice shows it.
+        # Joining a single output needs no batch size, but a PerDevice has it as an attribute.
         batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
         call = self._new_call(devices, () if batch_size is None else [batch_size])
         return self._joined([output], call)
@@ -241,7 +251,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def _current_call(self) -> Call | None:
-        """The running call of this model, if any: what the steps' signatures leave out."""
+        """The running call of this model, or None. It holds what the signatures below lack."""
         call: Call | None = current_call.get()
         return call if call and call.history is self._history else None
 
@@ -251,7 +261,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         kwargs: dict[str, Any] | None,
         device_ids: DeviceIds,
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Return the arguments for each device, positional and keyword ones, split as in a call."""
+        """Return the positional and the keyword arguments for each device, split as in a call."""
         found = self._inputs(inputs, kwargs or {})
         sizes = call.chunk_sizes if (call := self._current_call) else ()
         if call is None and len(device_ids) > 1 and (batch_size := found.batch_size()):
@@ -262,7 +272,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: DeviceIds) -> list[ModuleT]:
         """Return a replica of ``module`` for each device.
 
-        An override must return this list, or writes of replicas to buffers and parameters are lost.
+        An override of this method must return the list that this method returns. Otherwise, what
+        replicas write to buffers and parameters is lost.
         """
         homes = self.devices if self.spread else self.devices[:1]
         return self._replicator.replicate(module, self._devices_of(device_ids), homes)
@@ -273,7 +284,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         inputs: Sequence[Any],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        """Return the output of each replica; outside of a call they run on the first devices."""
+        """Return the output of each replica. Outside a call, replicas run on the first devices."""
         call = self._current_call or self._new_call(self.device_ids[: len(replicas)])
         pairs = list(zip(inputs, kwargs, strict=True))
         return parallel_apply(replicas, pairs, call.devices, call.chunk_sizes)
@@ -284,7 +295,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return Gather(device, self._current_call or self._new_call(self.device_ids)).join(outputs)
 
     def _new_call(self, device_ids: DeviceIds, sizes: Iterable[int] = ()) -> Call:
-        """Return a call on devices, with ``sizes`` samples on them if the batch is split."""
+        """Return a ``Call`` on these devices. If the batch is split, ``sizes`` are chunk sizes."""
         options = self.dim, self.scalar_outputs, self.loss_weight
         devices, function = self._devices_of(device_ids), self.module.forward
         return Call(self._history, function, devices, tuple(sizes), *options)
@@ -299,7 +310,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices of ``device_ids``, in order; without any, that of the module."""
+        """The devices of ``device_ids``, in order. If there are none, the module's device."""
         here = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         return self._devices_of(self.device_ids) or [here]
 
@@ -314,9 +325,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets.
 
-        With ``"auto"``, the value for the largest batch so far, or from a checkpoint; None
-        before either. Reading it also checks whether memory has run out. It may be set to whatever
-        the constructor accepts.
+        With ``"auto"``, this is the value for the largest batch so far, which may be that of a
+        loaded checkpoint. It is None before the first batch. Reading the attribute also checks
+        whether memory has run out. The attribute may be set to any value that the constructor
+        accepts.
         """
         return self._policy.gpu0_bsz
 
@@ -326,7 +338,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def device_weights(self) -> tuple[float, ...] | None:
-        """The weight of each device, as it was given; None if none were."""
+        """The weight of each device, as passed to the constructor; None if it was omitted."""
         return self._policy.device_weights
 
     def split(self, batch_size: int) -> tuple[int, ...]:
@@ -338,20 +350,22 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """A new ``MemoryProbe`` of the devices of this model.
 
         Raises:
-            ProbeError: the devices do not count their memory, as ``"cpu"`` does not.
+            ProbeError: a device does not count its memory. ``"cpu"`` is such a device.
         """
         return MemoryProbe(self.devices)
 
     def check(self, *inputs: Any, **kwargs: Any) -> CheckResult:
-        """Compare a batch that is split with the whole batch on ``device_ids[0]``.
+        """Compare the results of a split batch with those of the whole batch on one device.
 
-        Call it once after wrapping a model. Both run in evaluation mode, with gradients, on a copy
-        of the module, so parameters, gradients, buffers and random numbers stay as they are. The
-        first device holds the whole batch and a copy of the parameters, so give a small batch.
+        Call this method once after wrapping a model. The split batch and the whole batch run in
+        evaluation mode, with gradients, on a copy of the module, so parameters, gradients, buffers
+        and random numbers stay as they are. The whole batch runs on ``device_ids[0]``, which also
+        holds a copy of the parameters, so give a small batch.
 
         Returns:
-            Each output, and each gradient of a weighted sum of the outputs, that differs by more
-            than rounding, with the likely cause. It prints as a table.
+            A ``CheckResult``, which prints as a table. It lists the outputs that differ by more
+            than rounding, and likewise the gradients of a weighted sum of the outputs, each with
+            the likely cause.
 
         Examples:
             >>> parallel = BalancedDataParallel(1, torch.nn.Linear(4, 2), ["cpu", "cpu"])
@@ -361,15 +375,15 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return compare(self, inputs, kwargs)
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Share one weight broadcast across the block.
+        """Share one broadcast of the weights among all calls inside a ``with`` block.
 
-        For loops that do not change the weights: evaluation and gradient accumulation. Step the
-        optimizer after the block: until it ends, other devices do not see writes through ``.data``,
-        or the module's writes to frozen weights.
+        Use it for loops that do not change the weights, such as evaluation and gradient
+        accumulation. Step the optimizer after the block. Inside the block, other devices do not
+        see writes through ``.data``, nor the writes of the module to frozen weights.
 
         Raises:
-            RuntimeError: on a call, a parameter that requires grad was changed, or one was
-                replaced, frozen or unfrozen.
+            RuntimeError: on a call, a parameter that requires grad was changed inside the block,
+                or a parameter was replaced, frozen or unfrozen.
 
         Examples:
             >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])
@@ -382,7 +396,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return self._replicator.copies.shared()
 
     accumulate = no_sync = shared_weights
-    """Aliases: one for gradient accumulation, and the name in ``DistributedDataParallel``."""
+    """Aliases: a name for gradient accumulation, and the one in ``DistributedDataParallel``."""
 
     def homes(self) -> dict[str, torch.device]:
         """Return the device that keeps each parameter, by name."""
@@ -392,8 +406,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def on_one_device(self) -> Iterator[ModuleT]:
         """Context manager that yields the module with all its parameters on ``device_ids[0]``.
 
-        For ``generate``, export and so on: with ``spread``, the module cannot run by itself.
-        Afterwards, parameters are at their homes again.
+        Use it for ``generate``, export and so on, because with ``spread`` the module cannot run by
+        itself. After the block, each parameter is on its previous device again.
         """
         homes = [(parameter, parameter.device) for parameter in self.module.parameters()]
         try:
@@ -408,7 +422,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state = self._policy.state_dict()
         if state and hasattr(destination, "_metadata"):
-            # Beside the version of the module: nn.DataParallel would refuse another key.
+            # Stored in the metadata, beside the version of the module, because nn.DataParallel
+            # would refuse another key in the state dict itself.
             destination._metadata[prefix[:-1]][STATE_KEY] = state
 
     def _load_from_state_dict(
@@ -421,7 +436,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
         # torch gives this method no types.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # After cuda(), which scripts call on wrappers: all parameters are on the first device.
+        # Scripts call cuda() on wrappers. Afterwards, all parameters are on the first device.
         if self.spread and {p.device for p in self.module.parameters()} == {self.src_device_obj}:
             spread_parameters(self.module, self.devices)
         return self

@@ -22,22 +22,23 @@ def balanced_data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Evaluate ``module(*inputs, **module_kwargs)`` in parallel, with a smaller chunk 0.
+    """Evaluate ``module(*inputs, **module_kwargs)`` in parallel, with a smaller first chunk.
 
-    The functional form of ``BalancedDataParallel``, as ``torch.nn.parallel.data_parallel`` is
-    of ``nn.DataParallel``. It never moves the module.
+    This is the functional form of ``BalancedDataParallel``, just as
+    ``torch.nn.parallel.data_parallel`` is the functional form of ``nn.DataParallel``. It never
+    moves the module.
 
     Args:
         gpu0_bsz: the most samples that the first device gets; None means no limit.
-        module: the module to evaluate; its parameters and buffers are on ``device_ids[0]``.
-        inputs: a tuple of positional arguments, or the only one, or None.
+        module: the module to evaluate; its parameters and buffers must be on ``device_ids[0]``.
+        inputs: a tuple of positional arguments, a single positional argument, or None for none.
         device_ids: as in ``BalancedDataParallel``.
         output_device: where the output goes, by default ``device_ids[0]``; may be ``"cpu"``.
         dim: the batch dimension.
         module_kwargs: keyword arguments.
 
     Raises:
-        BalancedDataParallelError: where ``BalancedDataParallel`` does, of the kinds named there.
+        BalancedDataParallelError: the errors of ``BalancedDataParallel``, in the same cases.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2)

@@ -19,20 +19,22 @@ from .losses.weights import joined, moved
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Join the outputs of the replicas into one. Differentiable.
+    """Join the outputs of the replicas into one output. Differentiable.
 
-    - Tensors are concatenated along the batch dimension if the shapes differ in it alone, or if its
-      size is the same multiple of the chunk size everywhere. Otherwise they are concatenated along
-      the only dimension that follows the chunk sizes, as in states of RNNs. Rows are in the order
-      of the devices, with a warning unless there is one for each sample.
+    - Tensors are concatenated along the batch dimension if their shapes differ only there, or if
+      its size is the same multiple of the chunk size on every replica. Otherwise they are
+      concatenated along the only dimension whose size is proportional to the chunk size, as in
+      the states of RNNs. Rows are in the order of the devices. There is a warning unless each
+      sample has exactly one row.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is restored.
-    - 0-dim tensors, and those with one entry for several samples, are joined to one value, or
-      stacked to a vector. Integers and bools that differ add up (of bools, to whether any is true),
-      with a warning.
-    - A list or tuple that is as long as the chunk on every replica has an entry for each sample;
-      lists are concatenated. In chunks of one size this is ambiguous: tuples are joined item by
-      item, and so are, with a warning, lists that are equal everywhere, or that hold a tensor with
-      a batch dimension, or only 0-dim ones.
+    - 0-dim tensors, and tensors with one entry for several samples, are joined into one value, or
+      stacked into a vector. Integers and bools that differ between replicas are added up, with a
+      warning. The sum of bools is whether any of them is true.
+    - If the length of a list or tuple is the chunk size on every replica, it has an entry for each
+      sample, and its entries are concatenated. But if all chunks have the same size, this is
+      ambiguous. Then tuples are joined item by item. So are lists, with a warning, if they are
+      equal on all replicas, contain a tensor with a batch dimension, or contain only tensors of one
+      element.
     - Other containers are joined item by item. A key-value cache of transformers becomes None.
       Anything else must be equal on every replica and is returned as it is.
 
@@ -41,15 +43,15 @@ class Gather:
         call: the chunk sizes, the batch dimension and how 0-dim tensors are joined.
 
     Raises:
-        GatherError: the outputs differ in structure, or in a value that is not a tensor; or a
-            tensor does not have its samples along a dimension.
+        GatherError: the outputs differ in structure, or in a value that is not a tensor; or the
+            samples of a tensor are not along one dimension.
     """
 
     device: torch.device
     call: Call
 
     def join(self, outputs: Sequence[Any], path: str = "") -> Any:
-        """Return one output for the outputs of the replicas, at least one."""
+        """Return the outputs of one or more replicas joined into one output."""
         first, *others = outputs
         if all(isinstance(output, Tensor) for output in outputs):
             return self._tensors(outputs, path)
@@ -87,22 +89,23 @@ class Gather:
             return False
         columns = list(zip(*map(nested.tensors, lists), strict=False))
         dim, is_same = self.call.dim, all(_equal(lists[0], other) for other in lists)
-        # One entry is a number, as for outputs that are in no list.
+        # A tensor with one entry counts as a number, as it does outside of lists.
         are_numbers = bool(columns) and all(t.numel() == 1 for own in columns for t in own)
         rows = [{t.shape[dim:][:1] for t in own if t.numel() > 1} for own in columns]
         if not (are_numbers or is_same or {sizes[:1]} in rows):
             return True
-        # A list of one item is one output, but a list of one dictionary may be one detection.
+        # A list of one item is one output, so there is no warning. But a list of one dictionary may
+        # be the detections of one sample.
         if sizes[0] > 1 or isinstance(lists[0][0], MutableMapping):
             reason = f"it is as long as each chunk, {sizes[0]}, and is joined item by item"
-            remedy = "Return a tensor of entries of samples, or a tuple of items of all samples"
+            remedy = "Return a tensor with a row for each sample, or a tuple of items for the batch"
             self.call.warn(path, reason, remedy)
         return False
 
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
         first, how = tensors[0], self.call.scalar_outputs
         sizes = self.call.chunk_sizes or (0,) * len(tensors)
-        # The output of the only replica, unless it is stacked, or an entry of one sample.
+        # Nothing to join: the output of the only replica (unless stacked), or an entry of a list.
         if len(tensors) == 1 and (first.dim() or how != "stack" or len(sizes) > 1):
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}
@@ -111,7 +114,7 @@ class Gather:
             return number if number.dim() else number.reshape(first.shape)
         rank = max(map(len, shapes))
         dim = self.call.dim + rank * (self.call.dim < 0)
-        # squeeze() has removed the batch dimension of a chunk of one sample.
+        # In a chunk of one sample, squeeze() may have removed the batch dimension.
         at, pairs = min(dim, rank - 1), zip(tensors, sizes, strict=True)
         rows = [t.unsqueeze(at) if (size, t.dim()) == (1, rank - 1) else t for t, size in pairs]
         try:
@@ -121,7 +124,7 @@ class Gather:
             if len(shapes) > 1 or not all(_equal(values[0], value) for value in values):
                 raise
             return first.to(self.device)  # a constant, such as anchors
-        # torch gives its own autograd functions no types.
+        # torch does not annotate Function.apply.
         return Concatenate.apply(self.device, axis, *rows)  # type: ignore[no-untyped-call, no-any-return]
 
     def _number(self, numbers: Sequence[Tensor], path: str) -> Tensor:
@@ -145,12 +148,14 @@ class Gather:
         sizes = self.call.chunk_sizes
         lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
-        # The rows of a sample along each dimension; nothing is known if the batch was not split.
+        # For each dimension, the numbers of rows per sample on the replicas. The sets are empty if
+        # the batch was not split.
         factors = [{n / size for n, size in zip(own, sizes, strict=False)} for own in lengths]
         following = [d for d, own in enumerate(factors) if len(own) < 2 and sum(own) % 1 == 0]
         exact = [d for d in following if lengths[d] == sizes]
-        # The one that differs, or else ``dim`` if it follows, or else the one that follows exactly,
-        # or else ``dim`` if each replica has one row, such as that of its losses.
+        # In this order: dimensions whose sizes differ; ``dim`` if its size is a multiple of the
+        # chunk size; dimensions whose size is the chunk size; ``dim`` if each replica has one row,
+        # such as its loss.
         one_row = [dim] if lengths[dim:] and set(lengths[dim]) == {1} else []
         axes = differing or ([dim] if dim in following else exact) or one_row
         if len(axes) != 1 or axes[0] not in (dim, *following):
@@ -170,7 +175,7 @@ def _equal(first: Any, other: Any) -> bool:
         # A NaN is not equal to itself, yet it is the same value on each replica.
         same: Any = first is other or (first == other) | ((first != first) & (other != other))
         return bool(same.all() if hasattr(same, "all") else same)
-    except Exception:  # those of arrays and of unset fields are of many kinds
+    except Exception:  # arrays and unset fields raise exceptions of many kinds
         return False
 
 
@@ -185,11 +190,11 @@ def _differ(path: str, values: Sequence[Any], what: str) -> GatherError:
 
 
 class Concatenate(torch.autograd.Function):
-    """Concatenate on one device. Unlike ``torch.cat``, it needs no copy of each chunk there."""
+    """Concatenate on one device, without first copying each chunk there as torch.cat needs."""
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: Tensor) -> Tensor:
-        """Return the concatenation on ``device`` of tensors that differ along ``dim`` only."""
+        """Concatenate tensors on ``device``. Their shapes may differ only along ``dim``."""
         ctx.dim, ctx.devices, first = dim, [tensor.device for tensor in tensors], tensors[0]
         ctx.sizes = [tensor.size(dim) for tensor in tensors]
         shape = [*first.shape[:dim], sum(ctx.sizes), *first.shape[dim + 1 :]]

@@ -14,12 +14,13 @@ from .copies import BUCKET_BYTES
 def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> None:
     """Move each parameter to one of ``devices``, and the buffers to the first.
 
-    The bytes on each device are in proportion to its capacity, or the same if one is unknown. Runs
-    of successive submodules stay together, since their parameters are copied together and used
-    soon after one another. The first run goes to the first device, every other one to the least
-    full device, so that gradients arrive at all devices at once.
+    The bytes on each device are in proportion to its capacity. If a capacity is unknown, all
+    devices get about the same number of bytes. Runs of successive submodules stay together, since
+    their parameters are copied together and used soon after one another. The first run goes to the
+    first device, and each later run to the least full device, so that gradients arrive at all
+    devices at once.
 
-    A device may repeat. The module may be on the CPU, if it fits on no single device.
+    ``devices`` may name a device twice. A module that fits on no single device may be on the CPU.
     """
     devices = list(dict.fromkeys(devices))
     is_known = all(hasattr(torch.get_device_module(d), "get_device_properties") for d in devices)
@@ -46,14 +47,14 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
 
 
 def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor and its gradient; the tensor keeps its identity. An offloaded one stays."""
+    """Move a tensor and its gradient in place. An offloaded (meta) tensor is not moved."""
     if tensor.device == device or tensor.is_meta:
         return
     grad, tensor.grad = tensor.grad, None
     moved = tensor.detach().to(device)
     try:
         tensor.data = moved
-    except RuntimeError:  # from the CPU to an emulated device, which has tensors of its own
+    except RuntimeError:  # from the CPU to an emulated device, whose tensors are of another class
         is_parameter = isinstance(tensor, nn.Parameter)
         moved = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
         torch.utils.swap_tensors(tensor, moved)

@@ -1,7 +1,8 @@
-"""Arguments of a call by name, and containers: take them apart and rebuild them.
+"""Name the arguments of a call; take containers apart and rebuild them.
 
-In torch's pytree, dataclasses and subclasses of ``dict`` are leaves. Tensors in a leaf would
-silently be passed on without being split, and registering these classes would be global.
+Torch's pytree is not used, because it treats dataclasses and subclasses of ``dict`` as leaves.
+Tensors in a leaf would silently be passed on without being split. Registering such classes would
+change the pytree for all other code, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def named_arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return the name and value of each argument; positional ones have the parameters' names."""
+    """Return the name and value of each argument. Positional ones are named by the parameters."""
     known = parameters(function).values()
     names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in known if p.kind is p.VAR_POSITIONAL), "inputs")
@@ -44,7 +45,7 @@ def named_arguments(
 def check_paths(
     option: str, paths: str | Iterable[str], function: Callable[..., Any]
 ) -> frozenset[str]:
-    """Return the dotted paths that ``option`` names as arguments of ``function``.
+    """Return the dotted paths given for ``option``, after checking that ``function`` takes them.
 
     Raises:
         ArgumentError: a path does not begin with a parameter of ``function``.
@@ -79,7 +80,7 @@ def items(container: object, path: str = "") -> list[tuple[str, Any]] | None:
         found = container.items()
     elif dataclasses.is_dataclass(container) and not isinstance(container, type):
         fields = [field.name for field in dataclasses.fields(container)]
-        # Attributes that __post_init__ or a cached property has set hold tensors, too.
+        # Attributes set by __post_init__ or by a cached property may hold tensors, too.
         names = dict.fromkeys([*fields, *getattr(container, "__dict__", ())])
         found = [(name, getattr(container, name)) for name in names if hasattr(container, name)]
     elif isinstance(container, tuple | list | deque):
@@ -97,7 +98,7 @@ def checked_items(value: object, path: str, error: type[Exception]) -> list[tupl
     """
     found, problem = None, ""
     if isinstance(value, PackedSequence):
-        problem = "has no batch dimension; pass the padded batch, its lengths, and pack in forward"
+        problem = "has no batch dimension; pass a padded batch and its lengths, and pack in forward"
     elif is_cache(value):
         problem = "belongs to one model, not to its replicas; call the model with use_cache=False"
     elif (found := items(value, path)) is None and isinstance(value, Mapping | Set | Sequence):
@@ -139,7 +140,7 @@ def replaced(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") ->
 def rebuild(container: Any, values: Iterable[Any]) -> Any:
     """Return a container like ``container`` that holds ``values``, in the order of its items."""
     if isinstance(container, tuple):
-        make = getattr(container, "_make", type(container))  # of named tuples
+        make = getattr(container, "_make", type(container))  # named tuples have _make
         return make(values)
     result = copy.copy(container)  # keeps attributes, and needs no constructor
     if isinstance(container, MutableMapping):
@@ -148,7 +149,7 @@ def rebuild(container: Any, values: Iterable[Any]) -> Any:
             result.__dict__ = result
         for (key, old), new in zip(container.items(), values, strict=True):
             result[key] = new
-            if key in attributes and attributes[key] is old:  # as those of ModelOutput are
+            if key in attributes and attributes[key] is old:  # as in transformers' ModelOutput
                 result.__dict__[key] = new
     elif dataclasses.is_dataclass(container):
         for (name, _), value in zip(items(container) or (), values, strict=True):

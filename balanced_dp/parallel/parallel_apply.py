@@ -26,36 +26,38 @@ def parallel_apply(
 ) -> list[Any]:
     """Call ``functions[i]`` on ``arguments[i]`` with ``devices[i]`` current; return the results.
 
-    Calls for the first device run in the calling thread, unless it is one of several emulated ones;
-    each of the other devices has a thread for its calls. Calls on the same device run one after
-    the other, since they share its random number generator, which activation checkpointing rewinds.
-    Each call has the caller's grad mode, inference mode, autocast state and current streams, and in
-    other threads a copy of its context variables.
+    Calls for the first device run in the calling thread; each other device has a thread for its
+    calls. If there are several emulated devices, the first one has a thread, too. Calls on the same
+    device run one after the other, since they share the device's random number generator, which
+    activation checkpointing rewinds. Each call has the caller's grad mode, inference mode, autocast
+    state and current streams. Calls in other threads have a copy of the caller's context variables.
 
-    Ctrl-C ends the wait for other replicas, and abandons them.
+    After Ctrl-C, the function does not wait for the other replicas: it abandons them.
 
     Args:
-        functions: one for each call.
-        arguments: one for each call.
-        devices: one for each call; a device may repeat.
-        chunk_sizes: samples of each call, if known, for the note that an exception gets.
+        functions: the function of each call.
+        arguments: the arguments of each call.
+        devices: the device of each call; a device may repeat.
+        chunk_sizes: the number of samples of each call, if known. It is named in the note that is
+            added to an exception.
 
     Raises:
-        BaseException: the exception of the failed call with the lowest index, after all have ended,
-            with a note that names the call.
+        BaseException: the exception of the failed call with the lowest index, after all calls have
+            ended. A note on the exception names the call.
     """
     restored = _state_of_caller(devices)
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
     others = list(dict.fromkeys(devices))
     # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
-    # first. Sequence numbers are counted by thread. If each forward pass has a new thread, backward
-    # passes take turns, as if side by side on accelerators.
+    # first. Each thread counts its own sequence numbers. If the forward pass of each device runs in
+    # a new thread, the backward passes of the devices take turns, as if they ran side by side.
     has_own_threads = is_emulated(devices[0]) and len(others) > 1
     first = None if has_own_threads else others.pop(0)
 
     # Emulated devices share the cores. If all pools of OpenMP together have more threads than there
-    # are cores, the threads sleep between operators, and waking them takes time, in backward, too.
+    # are cores, the threads sleep between operators, and waking them takes time. This holds for
+    # backward, too.
     num_threads = torch.get_num_threads()
 
     def work(device: torch.device) -> None:
@@ -72,7 +74,7 @@ def parallel_apply(
 
     try:
         threads = []
-        for device in others:  # each in a context of its own: it cannot be entered twice at a time
+        for device in others:  # each with its own context: two threads cannot enter the same one
             args, name = (work, device), f"replicas on {device}"
             run = contextvars.copy_context().run
             threads.append(threading.Thread(target=run, args=args, name=name, daemon=True))
@@ -92,8 +94,8 @@ def parallel_apply(
     finally:
         if has_own_threads:
             torch.set_num_threads(num_threads)  # also the default of new threads
-        # The traceback of an error holds this frame and that of the replica, so that memory would
-        # wait for the garbage collector.
+        # An error's traceback refers to this frame, and this frame would refer to the error, so
+        # only the garbage collector would free the replica's memory.
         errors.clear()
         results.clear()
 
@@ -101,9 +103,10 @@ def parallel_apply(
 def _state_of_caller(
     devices: Sequence[torch.device],
 ) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
-    """Return a function from a device to a context manager that makes it current.
+    """Return a function that takes a device and returns a context manager that makes it current.
 
-    In it, a thread has the state that torch keeps for the calling thread, such as grad mode.
+    Inside the context, a thread has the state that torch keeps for the calling thread, such as
+    grad mode.
     """
     contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
         functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),

@@ -24,12 +24,13 @@ _REMEDY = (
 class PerDevice(Scattered):
     """The result of a call with ``gather=False``: one output for each device that had samples.
 
-    It is a sequence of the outputs. Unless ``scalar_outputs`` is given, a loss among them is that
-    of the whole batch on each device, so call ``backward`` on one of them only.
+    It is a sequence of the outputs. Unless the model has ``scalar_outputs`` other than ``"auto"``,
+    a loss in each output has the value of the whole batch, so call ``backward`` on only one of
+    these losses.
 
     Args:
         outputs: the output of each replica, on its device.
-        call: the batch's split, and how 0-dim outputs are joined.
+        call: the call that computed them: its split, and how 0-dim outputs are joined.
         output_device: where results are joined.
 
     Attributes:
@@ -39,7 +40,8 @@ class PerDevice(Scattered):
         dim: the batch dimension.
 
     Raises:
-        ScatterError, GatherError: in methods, arguments cannot be split or results not joined.
+        ScatterError: in ``map``, an argument cannot be split.
+        GatherError: in ``gather`` and ``map``, the outputs or results cannot be joined.
 
     Examples:
         >>> from balanced_dp import BalancedDataParallel
@@ -57,7 +59,7 @@ class PerDevice(Scattered):
         self.dim = call.dim
         self.devices = tuple(call.devices)
         self.chunk_sizes = call.chunk_sizes or None
-        # Another record, which keeps neither the model nor the arguments of its call alive.
+        # A new Call, because the given one would keep the model and the arguments alive.
         split = self.devices, call.chunk_sizes, self.dim
         self._call = Call(call.history, type(self).gather, *split, call.scalar_outputs)
 
@@ -98,22 +100,22 @@ class PerDevice(Scattered):
     ) -> Any:
         """Compute ``function(output, *args, **kwargs)`` on each device, and join the results.
 
-        It suits small metrics of large outputs: ``outputs.map(num_right, labels,
-        scalar_outputs="sum")``. It records gradients unless it is called under ``torch.no_grad()``.
+        Use it to compute small metrics of large outputs: ``outputs.map(num_right, labels,
+        scalar_outputs="sum")``. Gradients are recorded, except under ``torch.no_grad()``.
 
         Args:
             function: called once for each output, in parallel. For ``n`` samples it returns tensors
-                with a batch dimension of size ``n``, or 0-dim ones.
+                with a batch dimension of size ``n``, or 0-dim tensors.
             *args: further positional arguments; tensors are split as the batch was.
-            **kwargs: further keyword arguments, likewise.
-            scalar_outputs: how 0-dim results are joined: to the value of the whole batch
-                (``"auto"``), their ``"mean"``, weighted by chunk size, their ``"sum"``, or a vector
-                of them (``"stack"``).
+            **kwargs: further keyword arguments; tensors are split in the same way.
+            scalar_outputs: how 0-dim results are joined. ``"auto"`` computes the value of the whole
+                batch; ``"mean"`` their mean, weighted by chunk size; ``"sum"`` their sum;
+                ``"stack"`` a vector of them.
 
         Raises:
             ScatterError: an argument cannot be split as the batch was.
             GatherError: the results differ in structure, or in a value that is not a tensor.
-            ArgumentError: ``scalar_outputs`` is none of these.
+            ArgumentError: ``scalar_outputs`` is none of these four.
         """
         check_options(scalar_outputs)
         call = replace(self._call, function=function, scalar_outputs=scalar_outputs)

@@ -1,9 +1,9 @@
-"""A replica of a module: a shallow copy that gets its tensors for each call, and is used again.
+"""A replica of a module: a shallow copy that gets new tensors in each call, and is reused.
 
-Making a replica takes Python work for each submodule, parameter and buffer, and most of it gives
-the same result in each call. So replicas that have run are kept for the next one, as long as the
-module holds the same objects as when they were made. While a replica waits, it holds no tensors.
-It is recycled only if nobody else refers to its modules.
+Making a replica takes Python work for each submodule, parameter and buffer, and most of this work
+gives the same result in each call. So replicas that have run are kept for the next call, as long as
+the module holds the same objects as when they were made. Between calls, a replica holds no tensors.
+A replica is reused only if nothing else refers to its modules.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from .copies import Arrivals, ArrivingParameters
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The attributes in which a module stores what is registered; each replica has its own."""
+"""The attributes in which a module stores what is registered; each replica has its own ones."""
 
 _CARRIERS = (types.MethodType, functools.partial)
-"""Types of hooks and of ``forward`` that may hold modules; those of a replica hold the copies."""
+"""Types of hooks and ``forward`` attributes that may refer to modules.
+
+In a replica they refer to the copies of the modules.
+"""
 
 _Member = tuple[int, str, str, Any]
-"""The index of a module, a kind of members, the name of one, and the member."""
+"""The index of a module, an entry of ``MEMBERS``, and the name and value of a member there."""
 
 _Place = tuple[int, str, str, int]
-"""The same with the position of the member in a list."""
+"""As ``_Member``, but with the position of the member in a list instead of its value."""
 
 
 class Blueprint:
@@ -45,14 +48,15 @@ class Blueprint:
         network: the module.
 
     Attributes:
-        modules: its submodules, each once, with itself as the first.
-        tensors: the parameters and then the buffers of the modules, each once, in the order of
-            registration: neighbors are used together.
-        parameters, buffers: both of them alone.
+        modules: the module itself and then its submodules, each once.
+        tensors: the parameters and then the buffers of the modules, each once. They are in the
+            order of registration, so neighbors are usually used together.
+        parameters, buffers: the two parts of ``tensors``.
         places: where the tensors are registered.
-        children: where submodules are.
-        bound: the values that may be bound to modules: the index of a dictionary among those with
-            attributes and hooks, the key, and the value.
+        children: where the submodules are registered.
+        bound: the attributes and hooks that may be bound to modules. For each: the index of its
+            dictionary (first the attributes of all modules, then their hooks), its key, and its
+            value.
         compiled: the indices of the modules that are results of ``torch.compile``.
         can_recycle: whether replicas may be used again.
 
@@ -75,7 +79,7 @@ class Blueprint:
         items = ((i, key, value) for i, held in places for key, value in held.items())
         self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
-        # A free-threaded build counts the references of each thread apart.
+        # A free-threaded build counts references separately for each thread.
         can_count = not is_free_threaded_build()
         self.can_recycle = can_count and not any(map(_replicates_itself, self.modules))
         members = _registered((*MEMBERS, *HOOKS), own)
@@ -88,7 +92,7 @@ class Blueprint:
         return [(i, kind, name, v) for i, items in own for name, v in items if v is not None]
 
     def is_of(self, network: nn.Module) -> bool:
-        """Return whether ``network`` is the module, and its attributes have not changed."""
+        """Return whether ``network`` is the module and has the same attributes as before."""
         *before, values_before = self._contents
         *now, values_now = self._take_contents()
         is_same = self.modules[0] is network and before == now and not any(self._empty)
@@ -97,8 +101,9 @@ class Blueprint:
     def _take_contents(self) -> tuple[list[Any], ...]:
         """Return the types of the modules, and the sizes, keys and values of their dictionaries.
 
-        Compare the values by identity, since not all of them support equality. Those of a
-        ``__dict__`` include the dictionaries of members and hooks, so these are still the same.
+        Compare the values by identity, since not all of them support equality. The values of a
+        ``__dict__`` include the module's dictionaries of members and hooks, so the comparison also
+        shows whether one of these dictionaries was replaced.
         """
         dictionaries = [*[module.__dict__ for module in self.modules], *self._filled]
         return (
@@ -143,7 +148,7 @@ class Replica:
         self._resettable = [*self.attributes, *_registered(MEMBERS, self.attributes)]
         self._filled = list(filter(None, self._resettable))
         self._made_with = list(map(dict, self._filled))
-        """The attributes and members between calls: children, and no tensors."""
+        """What ``_filled`` contains between calls: submodules, but no tensors."""
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._arriving: list[dict[str, Any]] = []
         self._fingerprint = self._take_fingerprint()
@@ -151,9 +156,9 @@ class Replica:
     def _bind(self) -> None:
         """Bind methods and hooks to the copies.
 
-        A method in the dictionary of its module makes a cycle, and the memory of the replica would
-        wait for the garbage collector. So ``__del__`` replaces it by one that is bound when it is
-        called, for those who keep the module.
+        A bound method in the dictionary of its own module makes a reference cycle, so only the
+        garbage collector would free the replica. So ``__del__`` replaces each such method by a
+        function that is bound when it is called, in case someone still holds the module.
         """
         bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
@@ -185,22 +190,22 @@ class Replica:
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
                 own["_parameters"] = ArrivingParameters(plain, device, awaited)
                 self._arriving.append(own)
-        for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
+        for rnn in self._rnns:  # flatten_parameters() in forward would else use the original's
             # A weight that forward computes, as in DropConnect, is not there yet.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
     def stop_waiting(self) -> None:
-        """Replace parameters that wait for their arrival by plain dictionaries."""
+        """Replace each ``ArrivingParameters`` by the plain dictionary."""
         while self._arriving:
             own = self._arriving.pop()
             own["_parameters"] = own["_parameters"].data
 
     def end(self) -> bool:
-        """Reset the replica after a call, or leave it and return False if it must not be reused.
+        """Reset the replica after a call, and return whether it may be reused.
 
-        It must not be used if its modules are still referred to, or have changed in a way that is
-        not reset. Activation checkpointing, for example, keeps modules, or dictionaries of them,
-        until backward.
+        If not, it is left as it is. A replica must not be reused if something else still refers to
+        its modules, or if they have changed in a way that the reset does not undo. Activation
+        checkpointing, for example, keeps modules, or their dictionaries, until backward.
         """
         if not self._blueprint.can_recycle or self._fingerprint != self._take_fingerprint():
             return False
@@ -211,10 +216,10 @@ class Replica:
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
         """Return the state that a call must not change if the replica is to be used again.
 
-        These are the references to modules and their dictionaries, weak ones included, the classes
-        of modules and their hooks.
+        The state is the number of references to each module and each of its dictionaries, the
+        number of weak references to each module, and the classes and hooks of the modules.
         """
-        # sys.getrefcount counts local variables, so none may hold a module.
+        # sys.getrefcount counts local variables, so no local variable may hold a module.
         bound, hooks = [strong for _, _, strong, _ in self._bound], filter(None, self._hooks)
         return (
             list(map(sys.getrefcount, chain(self.modules, self._filled, bound))),
@@ -236,21 +241,21 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     for kind in HOOKS:
         own[kind] = own[kind].copy()
     for kind in MEMBERS:
-        own[kind] = dict(module.__dict__[kind])  # a plain one, also in a replica of a replica
+        own[kind] = dict(module.__dict__[kind])  # a plain dict, even if the module is a replica
     if type(module).zero_grad is nn.Module.zero_grad:
         own["zero_grad"] = _OF_REPLICAS.zero_grad
-    # Torch's would refuse copies, because they are not leaves.
+    # nn.Module.register_parameter would refuse copies of parameters, as they are not leaves.
     own["register_parameter"] = functools.partial(operator.setitem, own["_parameters"])
     return copy
 
 
 _OF_REPLICAS = nn.Module()
-"""A replica without parameters, as those of ``nn.DataParallel``: its ``zero_grad`` only warns."""
+"""A replica without parameters. Its ``zero_grad`` only warns, as in ``nn.DataParallel``."""
 _OF_REPLICAS.__dict__["_is_replica"] = True
 
 
 def _bind(value: Any, copies: Mapping[Any, Any]) -> Any:
-    """Return the copy of a module, a method or partial bound to copies, or else the value."""
+    """Return the value with modules replaced by their copies, in methods and partials, too."""
     if isinstance(value, functools.partial):
         function, *args = (_bind(part, copies) for part in (value.func, *value.args))
         keywords = {name: _bind(part, copies) for name, part in value.keywords.items()}
@@ -266,7 +271,7 @@ def _call_bound(value: Any, copies: Mapping[Any, Any], *args: Any, **kwargs: Any
 
 
 def _registered(kinds: Sequence[str], attributes: list[dict[str, Any]]) -> list[dict[Any, Any]]:
-    """Return the dictionaries in which modules with these attributes store members or hooks."""
+    """Return the dictionaries of members or hooks in the attributes of several modules."""
     return list(chain.from_iterable(map(operator.itemgetter(*kinds), attributes)))
 
 
@@ -276,7 +281,7 @@ _DEFAULTS = [kind._replicate_for_data_parallel for kind in (nn.Module, nn.RNNBas
 def _replicates_itself(module: nn.Module) -> bool:
     """Return whether a module overrides ``_replicate_for_data_parallel``.
 
-    RNNs' own does not count, as ``Replica`` sets their flat weights.
+    The override of ``nn.RNNBase`` does not count, since ``Replica`` sets the flat weights itself.
     """
     return type(module)._replicate_for_data_parallel not in _DEFAULTS
 
@@ -286,5 +291,5 @@ def _check_replicable(module: nn.Module) -> None:
         raise RuntimeError(
             f"a {type(module).__name__} that was compiled in place or scripted cannot be "
             "replicated, because its code is bound to the original; wrap "
-            "torch.compile(module), or the Python module"
+            "torch.compile(module), or the module before it was scripted"
         )

@@ -22,15 +22,16 @@ class Replicator:
 
     Replicas differ from those of ``torch.nn.parallel.replicate``:
 
-    - Their ``parameters()`` are the copies. Replicas on one device share them, and on the module's
-      own device they are the parameters themselves.
-    - Methods that are hooks or stored in an instance (its own ``forward``, for example) are bound
-      to the replica.
-    - A parameter that was not used gets no gradient rather than zeros.
+    - Their ``parameters()`` are copies of the module's parameters. Replicas on one device share
+      these copies. Replicas on the module's own device have the parameters themselves.
+    - Methods that are registered as hooks, or stored as attributes of a module (such as a replaced
+      ``forward``), are bound to the replica.
+    - A parameter that was not used gets no gradient; torch's replicas give it zeros.
 
     Parameters are copied differentiably: backward adds the gradients of each replica to ``.grad``
-    of the parameters as soon as a bucket of them is complete. The first replica shares the buffers
-    on its device, so that in-place updates are kept; every other replica has copies of its own.
+    of the parameters as soon as a bucket of gradients is complete. The first replica shares the
+    module's buffers if they are on its device, so that in-place updates are kept; every other
+    replica has copies of the buffers.
 
     Attributes:
         copies: the parameters on other devices.
@@ -42,7 +43,7 @@ class Replicator:
         """The blueprint of the module, and replicas that wait for the next call."""
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
-        return Replicator, ()  # a copy of the model makes its own
+        return Replicator, ()  # a copy of the model gets a new one
 
     def replicate(
         self,
@@ -55,12 +56,12 @@ class Replicator:
         Args:
             network: the module.
             devices: the devices of the replicas.
-            homes: the devices on which its parameters must be; the buffers must be on the first.
-                If empty, both may be anywhere.
+            homes: the devices that may hold its parameters; the first must hold its buffers. If
+                empty, parameters and buffers may be anywhere.
 
         Raises:
-            RuntimeError: a parameter or buffer is elsewhere, the module cannot be replicated, or a
-                parameter was changed inside ``copies.shared()``.
+            RuntimeError: a parameter or buffer is not where ``homes`` requires it, the module
+                cannot be replicated, or a parameter was changed inside ``copies.shared()``.
         """
         pool = self._pool
         if pool is None or not pool[0].is_of(network):
@@ -78,9 +79,10 @@ class Replicator:
 
     @contextlib.contextmanager
     def running(self, replicas: Sequence[nn.Module]) -> Iterator[None]:
-        """Context manager that copies what the first replica writes back to the module.
+        """Context manager in which replicas run.
 
-        At its end, the replicas are recycled. It does nothing for replicas of another class.
+        At its end, it copies to the module what the first replica has written, and recycles the
+        replicas. It does nothing if ``replicas`` is not a ``Replicas``.
         """
         if not isinstance(replicas, Replicas):
             yield
@@ -94,7 +96,7 @@ class Replicator:
 
 
 def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> None:
-    """Check that all tensors are on one of the devices.
+    """Check that each tensor is on one of the devices.
 
     Raises:
         RuntimeError: a tensor is elsewhere; the message begins like ``nn.DataParallel``'s.
@@ -112,11 +114,11 @@ def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> 
 def _buffers_of_replicas(
     devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
 ) -> list[Sequence[torch.Tensor]]:
-    """Return the buffers of each replica: copies, unless the first has them on its device."""
+    """Return each replica's buffers. They are copies, except those on the first one's device."""
     sent = copy_to([*dict.fromkeys(devices)], buffers)
     copies: list[Sequence[torch.Tensor]] = []
     for device in devices:
-        # The first replica on a device gets what was sent, another one copies of the originals.
+        # The first replica on each device gets what was sent, the others get further copies.
         own = sent.pop(device, buffers)
         if copies:
             pairs = zip(own, buffers, strict=True)
@@ -127,17 +129,17 @@ def _buffers_of_replicas(
 
 
 class Replicas(list[ModuleT]):
-    """The replicas of one call and their state before they ran, to find the writes of forward.
+    """The replicas of one call, and their state before the call, to find what forward wrote.
 
-    The first replica shares the tensors that the module has on its device, and has copies of all
-    others. ``bring_home`` copies its writes to these back.
+    The first replica shares the module's tensors that are on the replica's device, and has copies
+    of all other tensors. ``bring_home`` copies to the module what it writes to these copies.
 
     Args:
         blueprint: the blueprint of the module.
-        waiting: replicas of other calls, to which these return.
+        waiting: the list of idle replicas, to which these are added after the call.
         devices: the devices of the replicas.
         tensors: the tensors of each replica, in the order of the blueprint.
-        arrivals: the parameters that are on their way.
+        arrivals: the events of the parameters that are still on their way.
     """
 
     def __init__(
@@ -168,18 +170,19 @@ class Replicas(list[ModuleT]):
         for replica in self._replicas:
             replica.stop_waiting()
 
-    __del__ = wait  # if the caller has not
+    __del__ = wait  # for a caller that has not waited
 
     @torch.no_grad()
     def bring_home(self) -> None:
-        """Copy what the first replica wrote to its copies back to the module."""
+        """Copy to the module what the first replica wrote to its copies of tensors."""
         for (original, copy), stamp in zip(self._away, self._stamps, strict=True):
-            # Batch norm's kernels write statistics without a new version.
+            # Batch norm's kernels write statistics without incrementing the version of a buffer.
             is_written = _stamp(copy) != stamp or not isinstance(original, nn.Parameter)
             if copy.shape != original.shape:
                 original.data = move(copy.detach(), original.device)
             elif is_written and original.layout is torch.strided and 0 not in original.stride():
-                # Without a new version: backward may need the one that a replica has used.
+                # Through .data, so that the version stays: backward may still need the tensor,
+                # and would raise an error if its version had changed.
                 original.data.copy_(copy)
 
     def recycle(self) -> None:
@@ -193,6 +196,6 @@ class Replicas(list[ModuleT]):
 
 def _stamp(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage | None]:
     """Return the version and storage of a tensor; most writes change one of them."""
-    # The storage itself, since another one may get the address of one that is freed.
+    # The storage itself, not its address, which a new storage may get after this one is freed.
     storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
     return (0 if tensor.is_inference() else tensor._version, storage)

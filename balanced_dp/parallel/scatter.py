@@ -1,4 +1,4 @@
-"""Split the inputs of a call into chunks, and move each to its device."""
+"""Split the inputs of a call into chunks, and move each chunk to its device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Named = Iterable[tuple[str, Any]]
 """Inputs, each with its dotted path."""
 
 Split = tuple[Sequence[torch.device], Sequence[int]]
-"""The devices of a call, and the chunk size of each; none if each gets everything."""
+"""The devices of a call and their chunk sizes, which are empty if nothing is split."""
 
 
 class Scattered(Sequence[Any]):
-    """A sequence with one entry for each device, which is passed on as it is.
+    """A sequence with one entry for each device. As an input, it is not split any further.
 
     Attributes:
         devices: the devices of the entries.
@@ -39,9 +39,9 @@ class Scattered(Sequence[Any]):
 class Inputs:
     """The arguments of a call for the whole batch, and how they are split.
 
-    Tensors of batch size along ``dim`` are split, and so is what ``split`` names.
-    0-dim tensors and those named in ``broadcast`` are copied whole to each device. Anything else is
-    passed on, containers as shallow copies.
+    Tensors whose size along ``dim`` is the batch size are split, and so are the inputs named in
+    ``split``. 0-dim tensors, and tensors named in ``broadcast``, are copied whole to each device.
+    Containers are passed as shallow copies, and anything else is passed unchanged.
 
     Args:
         function: the function to call on each device; its parameters name the arguments.
@@ -50,8 +50,8 @@ class Inputs:
         dim: the batch dimension.
         broadcast: dotted paths of tensors, or of containers of tensors, that are not split.
         split: dotted paths of sequences (lists, tuples, arrays) and tensors with one or more
-            entries for each sample, one sample after the other.
-        warned: paths that have warned, and do not warn again.
+            entries for each sample, with the entries of one sample next to each other.
+        warned: paths of inputs about which a warning was issued, which is not repeated.
     """
 
     function: Callable[..., Any]
@@ -63,17 +63,17 @@ class Inputs:
     warned: set[str] = field(default_factory=set)
 
     def batch_size(self) -> int | None:
-        """Return the size along ``dim`` of the first tensor to split, or None if there is none.
+        """Return the number of samples of the whole batch, or None if nothing is split.
 
-        If no tensor is split, it is the length of the first sequence that ``split`` names, or that
-        of the first ``Scattered``.
+        It is the size along ``dim`` of the first tensor to split. If no tensor is split, it is that
+        of the first ``Scattered``, or else the length of the first sequence named in ``split``.
 
         Raises:
             ScatterError: the tensor has no dimension ``dim``.
 
         Warns:
-            BalanceWarning: nothing is split although there are lists or arrays; or
-                nothing but the tensors of a list, which may have an entry for each sample.
+            BalanceWarning: there are lists or arrays, but nothing is split; or only the tensors in
+                a list are split, although the list may have one entry for each sample.
         """
         named = self._named()
         found = list(self._all_to_split(named))
@@ -97,8 +97,8 @@ class Inputs:
     ) -> list[Arguments]:
         """Return the arguments for each device. Differentiable.
 
-        A tensor is copied from its device directly to each destination. A chunk that stays on its
-        device is a copy, too, unless it is the whole tensor.
+        A tensor is copied from its device directly to each destination. A chunk for the device that
+        the tensor is on is a copy, too, unless it is the whole tensor.
 
         Args:
             devices: the destinations.
@@ -107,11 +107,12 @@ class Inputs:
 
         Raises:
             ScatterError: the size of a tensor along ``dim`` is not the batch size, or the length of
-                a ``split`` value is no multiple of it.
+                an input named in ``split`` is not a multiple of the batch size.
 
         Warns:
-            BalanceWarning: another sequence is as long as the batch, so it may have one entry for
-                each sample; or an object that is not a container has tensors as attributes.
+            BalanceWarning: a sequence that is not split is as long as the batch, so it may have one
+                entry for each sample; or an object that is not a container has tensors as
+                attributes.
         """
         rows, count = self._rows(self._named(), (devices, chunk_sizes)), len(self.args)
         return [(tuple(r[:count]), dict(zip(self.kwargs, r[count:], strict=True))) for r in rows]
@@ -133,7 +134,7 @@ class Inputs:
     def _first(self, found: Named) -> tuple[str, Any]:
         """Return the path and value that determine the batch size: a tensor, if there is one.
 
-        Those in ``split`` come last, because they may have several rows for each sample.
+        Values named in ``split`` come last, because they may have several rows for each sample.
         """
 
         def rank(one: tuple[str, Any]) -> tuple[bool, bool]:
@@ -175,17 +176,17 @@ class Inputs:
             return [value] * len(devices)
         rows = self._rows(children, split)
         if len(rows) == 1 and all(map(operator.is_, rows[0], (child for _, child in children))):
-            return [value]  # what forward writes to it is not lost
+            return [value]  # the container itself, so that what forward writes to it is not lost
         return [nested.rebuild(value, row) for row in rows]
 
     def _lengths(self, length: int, path: str, sizes: Sequence[int]) -> list[int]:
-        """Return how many entries each device gets; they add up unless ``length`` is wrong."""
+        """Return how many entries each device gets. They add up to ``length`` if it is valid."""
         is_named = path in self.split and 0 < sum(sizes) < length
         per_sample = length // sum(sizes) if is_named else 1
         return [per_sample * size for size in sizes]
 
     def _entries(self, value: Any, path: str) -> int:
-        """Return the number of entries of a value in ``split``."""
+        """Return the number of entries of a value that is named in ``split``."""
         if (length := _length(value)) is None:
             fact = f"is in split, but {type(value).__name__} is no list, tuple or array"
             raise _error(path, fact)
@@ -195,7 +196,7 @@ class Inputs:
         """Return the chunk of a tensor for each device."""
         devices, sizes = split
         if not sizes or tensor.dim() == 0 or _is_below(path, self.broadcast):
-            # An in-place write to a shared tensor would happen once for each replica.
+            # Replicas on one device get copies, or in-place writes would happen once per replica.
             return [move(tensor, d, copy=d in devices[:i]) for i, d in enumerate(devices)]
         lengths = self._lengths(length := self._size(tensor, path), path, sizes)
         if length != sum(lengths):
@@ -212,8 +213,8 @@ class Inputs:
             raise _error(path, "is a sparse or nested tensor, which is not split; pass a dense one")
         if len(sizes) == 1:
             return [move(tensor, devices[0])]
-        # A view would keep the whole batch on its device while autograd needs it, and an in-place
-        # operation on one would count for all.
+        # Chunks are copies. A view would keep the whole batch on its device while autograd needs
+        # the view, and an in-place operation on one view would count for all views.
         parts = zip(tensor.split(lengths, self.dim), devices, strict=True)
         return [move(part, device, copy=True) for part, device in parts]
 
@@ -225,11 +226,11 @@ class Inputs:
 
     def _warn_if_it_hides_tensors(self, value: Any, path: str) -> None:
         held = {} if isinstance(value, type | nn.Module) else getattr(value, "__dict__", {})
-        stores = [held, *(v for v in held.values() if isinstance(v, Mapping))]  # as of PyG's Data
+        stores = [held, *(v for v in held.values() if isinstance(v, Mapping))]  # as in PyG's Data
         tensors = [(n, t) for one in stores for n, t in one.items() if isinstance(t, torch.Tensor)]
         if hidden := ", ".join(str(name) for name, tensor in tensors if tensor.dim()):
             fact = f"whose tensors ({hidden}) are neither split nor moved"
-            remedy = "pass a dictionary of them, or a list of objects in split, moved by forward"
+            remedy = "pass a dictionary of them, or split a list of objects that forward moves"
             self._warn(path, value, fact, remedy)
 
     def _warn(self, path: str, value: Any, fact: str, remedy: str = "", silence: str = "") -> None:
@@ -269,16 +270,16 @@ def _error(path: str, message: str) -> ScatterError:
 
 
 def _is_below(path: str, others: Iterable[str]) -> bool:
-    """Return whether a path is one of others, or below one."""
+    """Return whether a path equals one of the other paths, or is below one of them."""
     return any(f"{path}.".startswith(f"{other}.") for other in others)
 
 
 def move(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
     """Return the tensor on ``device``; a new tensor if ``copy`` is set. Differentiable."""
     if not is_cuda(device) or tensor.device.type != "cpu":
-        # A copy to the CPU that does not block could be read before it is complete.
+        # A copy to the CPU must block, or it could be read before it is complete.
         return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
-    stream = side_stream(device, "copies")  # so that it does not wait for the kernels queued there
+    stream = side_stream(device, "copies")  # so that the copy does not wait for queued kernels
     with on_stream(stream):
         copied = tensor.to(device, non_blocking=True)
     current = torch.get_device_module(device).current_stream(device)

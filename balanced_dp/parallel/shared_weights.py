@@ -1,4 +1,4 @@
-"""Parameters on other devices, for one call or for several that share them."""
+"""Copies of parameters on other devices, for one call or for several calls that share them."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from .copies import Arrivals, Copies, copy_to, make_nodes
 
 _CHANGED = (
     "a parameter was replaced, frozen, unfrozen or changed inside shared_weights(), whose calls "
-    "all use the same weights; do this, and step the optimizer, after the block"
+    "all use the same weights; change parameters, and step the optimizer, after the block"
 )
 
 
 class ParameterCopies:
-    """Copies of parameters on other devices, made for each call or each block of calls."""
+    """Copies of parameters on other devices, made for each call, or once for a block of calls."""
 
     def __init__(self) -> None:
         self._block: _Block | None = None
         self._lock = threading.Lock()
-        """Held to begin a block, and to make copies for all of its calls."""
+        """Held while a block begins, and while copies are made for all calls of a block."""
 
     def on(
         self, devices: Iterable[torch.device], parameters: Sequence[torch.Tensor]
     ) -> tuple[Copies, Arrivals]:
         """Return the parameters on each device, and the events of their arrival.
 
-        At home these are the parameters themselves.
+        On its own device, a parameter is returned itself, without a copy.
 
         Args:
             devices: the destinations; a device may repeat.
             parameters: the parameters, none twice.
 
         Raises:
-            RuntimeError: inside ``shared``, a parameter that is trained has changed.
+            RuntimeError: inside ``shared``, a trained parameter was changed, or a parameter was
+                replaced, frozen or unfrozen.
         """
         result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
         homes = {parameter.device for parameter in parameters}
@@ -55,7 +56,8 @@ class ParameterCopies:
     def shared(self) -> Iterator[None]:
         """Context manager in which all calls use the same copies.
 
-        Blocks may be nested. Of several threads' blocks, the one that began first has the copies.
+        Blocks may be nested. If several threads are in blocks at once, all of them use the copies
+        of the block that began first.
         """
         with self._lock:
             is_outermost = self._block is None
@@ -85,7 +87,8 @@ class _Block:
             parameters: the originals.
         """
         versions = {
-            # Forward itself may write to frozen ones, see Replicas.bring_home.
+            # Writes to frozen parameters are allowed, since forward itself may write to them: see
+            # Replicas.bring_home.
             p: p._version if p.requires_grad and not p.is_inference() else None
             for p in parameters
         }
@@ -94,7 +97,8 @@ class _Block:
             raise RuntimeError(_CHANGED)
         missing = [device for device in devices if device not in self._copies]
         self._copies |= _copied(missing, parameters, has_gradients=True)
-        # Current streams wait for the copies, whose memory stays until they have used it.
+        # The current streams wait until the copies are made. The memory of the copies stays until
+        # these streams have used it.
         for device in filter(is_cuda, devices):
             stream = torch.get_device_module(device).current_stream(device)
             made_on = self._streams.setdefault(device, stream)
@@ -112,7 +116,7 @@ def _copied(
     arrivals: Arrivals | None = None,
 ) -> dict[torch.device, list[torch.Tensor]]:
     """Return copies on each device, as ``copy_to`` does, with the attributes of the originals."""
-    # Tensors of inference mode could not be used outside it.
+    # Tensors made in inference mode could not be used by calls outside of it.
     with torch.inference_mode(False), torch.no_grad():
         copies = copy_to(devices, parameters, arrivals)
         for own in copies.values():
@@ -124,7 +128,7 @@ def _copied(
 
 
 def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Set the attributes of the originals that copies lack.
+    """Set attributes of the originals on the copies that lack them.
 
     Copies of parameters are marked as parameters for ``isinstance``.
     """

@@ -1,4 +1,4 @@
-"""Check on the devices of this machine what the tests check on stand-ins."""
+"""Check on the real devices of this machine what the tests check on substitutes for devices."""
 
 from .checks import Check, Validation, validate
 

@@ -1,4 +1,4 @@
-"""Compare gradients, memory and time on the devices of this machine with the promises."""
+"""Check on the devices of this machine that gradients, memory and time are as promised."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ..tuning.step import measure_step
 from ..tuning.workload import Workload, find_workload
 
 ALLOWED_ERROR = 0.10
-"""The allowed error of a predicted peak, relative to the measured one."""
+"""The allowed error of a predicted peak, relative to the measured peak."""
 
 ALLOWED_RATIO = 1.05
-"""The longest that a step may take, relative to one of ``nn.DataParallel``."""
+"""The longest time that a step may take, relative to a step of ``nn.DataParallel``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Record a comparison and its result.
+    """A comparison and its result.
 
     Attributes:
         part: ``"gradients"``, ``"memory"`` or ``"time"``.
-        what: the compared cases.
+        what: the cases that were compared.
         ok: whether the difference is within its limit.
-        value: the number that decides, with its unit.
-        note: more numbers, or the reason.
+        value: the number that determines ``ok``, with its unit.
+        note: more numbers, or the reason for the result.
     """
 
     part: str
@@ -56,11 +56,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Combine all checks with devices and versions; prints as a table.
+    """All checks, with the devices and versions. It prints as a table.
 
     Attributes:
-        devices: the devices in words.
-        versions: of the software, by name, and the machine.
+        devices: a description of the devices.
+        versions: the versions of the software by name, and properties of the machine.
         checks: the checks in order.
     """
 
@@ -70,12 +70,12 @@ class Validation:
 
     @property
     def gradients_are_right(self) -> bool:
-        """Whether no gradient and no output differs from that of one device."""
+        """Whether all gradients and outputs equal those of one device."""
         return all(check.ok for check in self.checks if check.part == "gradients")
 
     @property
     def verdict(self) -> str:
-        """A sentence on the gradients, which decide."""
+        """A sentence that says whether the gradients are right."""
         if self.gradients_are_right:
             rest = " Memory and time need a GPU." * all(c.part == "gradients" for c in self.checks)
             return f"All gradients and outputs equal those of one device.{rest}"
@@ -100,9 +100,9 @@ def validate(
     """Compare gradients, memory and time on all GPUs, or on emulated devices if there are none.
 
     Args:
-        num_devices: number of devices, emulated if there are fewer GPUs; on a single GPU, the
-            number of replicas. The default is all GPUs, four replicas on a single GPU, or four
-            emulated devices without any.
+        num_devices: number of devices, which are emulated if there are fewer GPUs. On a single GPU,
+            the number of replicas. By default, all GPUs are used. A single GPU gets four replicas;
+            without GPUs, four devices are emulated.
         emulate: whether to emulate devices even if there are GPUs.
         workload: the workload for memory and time, as for ``find_workload``.
         on_check: called with each check.
@@ -132,7 +132,7 @@ def validate(
 def _opened(
     num_devices: int | None, emulate: bool
 ) -> AbstractContextManager[Sequence[torch.device]]:
-    """Return a context manager with the device of each replica."""
+    """Return a context manager that yields the device of each replica."""
     found = [] if emulate else resolve_devices(None)
     if len(found) == 1:
         return nullcontext(found * (num_devices or 4))
@@ -176,7 +176,7 @@ def _memory(
             predicted = measure_step(workload, batch_size, gpu0_bsz, replicas).peak_bytes
         with MemoryProbe(devices).measure() as usage:
             measured = measure_step(workload, batch_size, gpu0_bsz, devices).peak_bytes
-        # Libraries keep workspaces, which are not part of the step.
+        # Libraries keep workspaces, which are not part of the predicted step.
         kept = [torch.get_device_module(device).memory_allocated(device) for device in devices]
         errors = [p / (m - k) - 1 for p, m, k in zip(predicted, measured, kept, strict=True)]
         worst = max(errors, key=abs)
@@ -196,7 +196,7 @@ def _memory(
 
 
 def _time(workload: Workload, batch_size: int, devices: Sequence[torch.device]) -> Iterator[Check]:
-    """Compare forward and backward passes with those of ``nn.DataParallel``, in turns."""
+    """Compare the time of a step with that of ``nn.DataParallel``, measured in alternation."""
     module = workload.new_model().to(devices[0])
     ours = BalancedDataParallel(None, module, devices)
     models = (ours, nn.DataParallel(module, [device.index for device in devices]))

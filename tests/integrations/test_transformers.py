@@ -326,16 +326,10 @@ def test_the_arguments_of_the_caller_are_unchanged(tmp_path):
     assert sizes == [(1, 32, 32), (0, 8, 8)]
 
 
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "no device",
-        "one device",
-        "quantized",
-        pytest.param("compiled", marks=pytest.mark.slow),  # compiling takes seconds
-        "launch",
-    ],
-)
+COMPILED = pytest.param("compiled", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("reason", ["no device", "one device", "quantized", COMPILED, "launch"])
 def test_models_that_are_not_wrapped(reason, tmp_path, monkeypatch):
     device_ids = {"one device": ["cpu"], "quantized": FOUR, "compiled": FOUR}.get(reason)
     if reason == "launch":

@@ -1,9 +1,10 @@
 """Count the targets of cross entropies where torch computes them.
 
-While replicas run, two functions of torch are replaced by ones that also count. They return torch's
-own tensors. A mean over no targets is NaN; it is set to 0, and the joined loss is NaN if no replica
-has any. Autograd saves the count, too (``_saved_total_weight``), but not without gradients or with
-smoothed labels.
+While replicas run, two functions of torch are replaced by functions that also count. These return
+the tensors that torch's functions return. A mean over no targets is NaN. It is replaced by 0, so
+that other terms of the loss are kept; the joined loss is NaN only if no replica has targets.
+Autograd saves the count as ``_saved_total_weight``, but not without gradients or with smoothed
+labels, so this is not used.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ REDUCTIONS = {1: "mean", 2: "sum"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counted:
-    """A cross entropy.
+    """A cross entropy that one replica has computed.
 
     Attributes:
         kind: ``"mean"`` or ``"sum"``.
-        count: how many targets it is over, or their weight: a number or a 0-dim tensor.
+        count: the number of its targets, or their total weight, as a number or a 0-dim tensor.
         target: the targets if there are as many classes as rows, else None.
         value: its value, with its graph.
         node: its node in the graph, or None.
-        result: the result of torch, without its graph.
-        version: the version of the result; a write in place raises it.
+        result: the tensor that torch returned, detached from its graph.
+        version: the version of that tensor, which an in-place write increments.
     """
 
     kind: str
@@ -48,14 +49,14 @@ class Counted:
     version: int
 
     def compares_samples(self) -> bool:
-        """Return whether the targets are the numbers of the rows, in any order. Waits for them."""
+        """Return whether the targets are the row numbers in any order. Waits for the device."""
         rows = None if self.target is None else sorted(self.target.tolist())
         return rows is not None and rows == [*range(len(rows))]
 
     def is_(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the result, detached or not, and was not written to since.
+        """Return whether a tensor is the result, detached or not, and was not written to.
 
-        False for inference tensors, which do not count writes.
+        Return False for an inference tensor, because it has no version that shows writes.
         """
         is_result = not tensor.is_inference() and memory_of(tensor) == memory_of(self.result)
         return is_result and tensor._version == self.version
@@ -72,7 +73,7 @@ current_call: ContextVar[Any] = ContextVar("current_call", default=None)
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
 _lock = threading.Lock()
 _running = weakref.WeakSet[Any]()
-"""The running calls. One that an interrupt has ended is dropped, as nothing else refers to it."""
+"""The running calls. An interrupted call vanishes from this set, as nothing else refers to it."""
 
 
 @contextlib.contextmanager
@@ -95,7 +96,7 @@ def running(call: Any) -> Iterator[None]:
 
 
 def _exchange(is_counting: bool) -> None:
-    """Replace functions of torch or restore them, but leave those that somebody else replaced."""
+    """Replace functions of torch, or restore them. Skip functions that other code has replaced."""
     for function, counting in _COUNTING.items():
         old, new = (function, counting) if is_counting else (counting, function)
         if getattr(torch._C._nn, function.__name__) is old:
@@ -103,7 +104,7 @@ def _exchange(is_counting: bool) -> None:
 
 
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function of a replica; its cross entropies are added to the list of the call."""
+    """Call the function of a replica, and add its cross entropies to the list of the call."""
     call = current_call.get()
     token = _of_replica.set(call.counted[index] if call and index < len(call.counted) else None)
     try:
@@ -113,14 +114,14 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a cross entropy that counts. It computes and saves the same as ``function``."""
+    """Return a replacement that also counts targets. It computes and saves what torch's does."""
 
     @functools.wraps(function)
     def compute(*args: Any, **options: Any) -> Tensor:
         loss = function(*args, **options)
         found = None if torch.compiler.is_compiling() else _of_replica.get()
         is_plain = torch._C._functorch.peek_interpreter_stack() is None
-        # torch.nn.functional gives these by position.
+        # torch.nn.functional passes the arguments that are read here by position.
         if found is None or len(args) < 5 or args[3] not in REDUCTIONS or not is_plain:
             return loss
         input, target, weight, reduction, ignore_index = args[:5]
@@ -128,13 +129,13 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         count = _count(target, weight, ignore_index)
         result = loss.detach()
         if kind == "mean" and isinstance(count, Tensor):
-            # 0 / 0 if nothing counts, which would hide what else is added to it.
+            # If no target counts, the mean is 0 / 0, and NaN would hide what is added to it.
             result.masked_fill_(count == 0, 0)
-            if weight is not None and loss.grad_fn:  # all classes may have the weight 0
+            if weight is not None and loss.grad_fn:  # the classes of all targets may weigh 0
                 ignore_if_empty([loss.grad_fn], [count])
         version = 0 if loss.is_inference() else loss._version
         square = target if input.shape == 2 * target.shape else None  # (N, N) and (N,)
-        value = loss.clone()  # the loss may be written to
+        value = loss.clone()  # since forward may write to the loss
         found.append(Counted(kind, count, square, value, loss.grad_fn, result, version))
         return loss
 
@@ -143,7 +144,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _COUNTING = {f: _counting(f) for f in (torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)}
-"""The functions of torch, and what they are replaced by."""
+"""The two functions of torch and their replacements."""
 
 
 def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Tensor:
@@ -158,14 +159,14 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
 
 
 def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Let nodes of replicas whose weight is 0 return gradients of 0 where they are 0 / 0."""
+    """For replicas whose weight is 0, let nodes return gradients of 0 in place of 0 / 0."""
     for node, weight in zip(nodes, weights, strict=True):
         if node and (isinstance(weight, Tensor) or weight == 0):
             node.register_hook(functools.partial(_zero_if_empty, torch.as_tensor(weight == 0)))
 
 
 def _zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:
-    """Replace gradients that are 0 / 0 by 0. A hook of a node."""
+    """Replace gradients that are 0 / 0 by 0. This is a hook of autograd nodes."""
     return tuple(
         g if g is None else g.masked_fill(is_empty.to(g.device) & g.isnan(), 0) for g in gradients
     )

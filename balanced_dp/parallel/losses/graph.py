@@ -1,18 +1,18 @@
-r"""Read from autograd what a loss is the sum of.
+r"""Find in autograd's graph the terms that a loss is the sum of.
 
-A loss is followed from its node to its *reductions*: means and sums over samples, and cross
-entropies.
+The graph is followed from the node of the loss to its *reductions*: means over samples, sums over
+samples, and cross entropies.
 
     loss  <-  add  <-  div by 2  <-  mean over samples
                   \
                    neg  <-  cross entropy
 
-On the way, terms may only be added up, multiplied by numbers of Python, and divided by arguments of
-the call. No value is read from a device, and nobody's code runs again. The graphs of the replicas
-are followed side by side: they differ only in the number of samples.
+Between the loss and its reductions, terms may only be added up, multiplied by Python numbers, and
+divided by arguments of the call. No value is read from a device, and no user code is run again. The
+graphs of the replicas are followed side by side: they differ only in the number of samples.
 
-Beyond the reductions, ``how_samples_mix`` looks for operators that compute samples of a chunk from
-each other.
+Beyond the reductions, towards the inputs, ``how_samples_mix`` looks for operators that compute
+samples of a chunk from each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ...free_threading import looking_at_nodes
 from .cross_entropy import REDUCTIONS
 
 Edges = Sequence[tuple[Any, int]]
-"""For each replica, a node and the number of one of its outputs."""
+"""For each replica, a node and the index of one of the node's outputs."""
 
 _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
 """Operators that keep a number as it is."""
@@ -53,13 +53,14 @@ class UnclearError(Exception):
 
 @dataclass(slots=True)
 class Composition:
-    """What a loss is the sum of.
+    """The terms that a loss is the sum of.
 
     Attributes:
-        parts: the place of each cross entropy among those of the call, its factor, and the dotted
-            paths of the arguments that divide it.
-        kinds: at most one item: whether the rest is a ``"mean"`` over samples or a ``"sum"``.
-        unclear: why the rest may be something else, or "".
+        parts: for each cross entropy in the loss, its index among the cross entropies of the call,
+            its factor, and the dotted paths of the arguments that divide it.
+        kinds: ``"mean"`` if the other terms are means over samples, ``"sum"`` if they are sums over
+            samples; empty if there are no other terms.
+        unclear: why the other terms may be something else, or "" if they are clear.
     """
 
     parts: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
@@ -73,13 +74,14 @@ def composition_of(
     counted: Mapping[Any, tuple[int, str]],
     path_of: Callable[[Sequence[Any]], str],
 ) -> Composition:
-    """Return what a loss is the sum of. Terms without a graph are left out.
+    """Return the terms that a loss is the sum of. Terms without a graph are left out.
 
     Args:
         losses: the loss of each replica.
         sizes: their chunk sizes.
-        counted: for the nodes of each cross entropy, its place and its kind.
-        path_of: returns the dotted path of the argument of the call that tensors are, or "".
+        counted: by the nodes of a cross entropy on the replicas, its index and its kind.
+        path_of: a function that gets one tensor of each replica, and returns the dotted path of
+            the argument of the call that these tensors are, or "" if they are none.
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no graph")
@@ -90,14 +92,14 @@ def composition_of(
         for edges, factors, paths in stack:
             nodes = [node for node, _ in edges]
             if not any(factors) or not any(nodes):
-                continue  # multiplied by 0, as parameters that must have a gradient; or a number
+                continue  # multiplied by 0, to give parameters a gradient; or without a graph
             place, reduction = counted.get(tuple(nodes), (0, ""))
             try:
                 if are_equal(factors) and not paths and all(edge == edges[0] for edge in edges):
-                    found.kinds.add("mean")  # the same number on all, as a loss that was joined
+                    found.kinds.add("mean")  # one node on all replicas, as of a joined loss
                 elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, bool(paths))
-                    # A summed cross entropy that is divided by its samples is another mean.
+                    # A summed cross entropy divided by the number of samples is such a mean.
                     if kind == reduction:
                         found.parts.append((place, factors[0], paths))
                     else:
@@ -121,16 +123,17 @@ def composition_of(
 def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     """Return which reduction over samples an operator is, or "" if it reduces nothing.
 
-    It is ``"mean"``, ``"sum"``, ``"scaled sum"`` of products, or ``"divided sum"`` of quotients.
+    The result is ``"mean"``, ``"sum"``, ``"scaled sum"`` for a sum of products, or ``"divided
+    sum"`` for a sum of quotients.
 
     Raises:
-        UnclearError: it reduces something else.
+        UnclearError: the operator reduces something other than samples.
     """
     if len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
         raise UnclearError("the replicas computed it in different ways")
     code = {"Mean": 1, "Sum": 2}.get(_operator_name(nodes[0]), _saved(nodes[0], "reduction"))
     inputs = _inputs_with_graph(nodes)
-    # A cross entropy that was not counted is over an unknown number of targets.
+    # A cross entropy that was not counted has an unknown number of targets.
     if code not in REDUCTIONS or not inputs or hasattr(nodes[0], "_saved_ignore_index"):
         return ""
     shapes, size = list(starmap(_shape_of, inputs[0])), max(sizes)
@@ -150,7 +153,7 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
 
 
 def _kind_of_sum(entries: Any) -> str:
-    """Return whether entries that are added up are products or quotients, or sums of these."""
+    """Return which sum it is: ``"scaled sum"``, ``"divided sum"`` or ``"sum"``."""
     found = [entries]
     for node in found:
         name = _operator_name(node)
@@ -171,7 +174,7 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
         is_divided: whether an argument divides it.
 
     Raises:
-        UnclearError: its factors differ by replica, or one may be the number of samples.
+        UnclearError: the factors differ between replicas, or may contain the number of samples.
     """
     is_even, is_constant = len({*sizes}) == 1, are_equal(factors)
     products = [factor * n for factor, n in zip(factors, sizes, strict=True)]
@@ -179,7 +182,7 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     if (name == "mean" and is_constant) or (name != "mean" and is_mean):
         return "mean"
     adds_up = name == "sum" or (name == "scaled sum" and is_divided)
-    # In chunks of one size, a number other than 1 may be that of samples.
+    # If all chunks have the same size, a factor other than 1 may be the number of samples.
     is_known = not is_even or (_is_one(factors) and (sizes[0] > 1 or is_divided))
     if adds_up and is_constant and is_known:
         return "sum"
@@ -194,7 +197,7 @@ def _multipliers(node: Any) -> Sequence[float]:
     """Return the number by which an operator multiplies each input.
 
     Raises:
-        UnclearError: it does more than to add them up or multiply them by numbers.
+        UnclearError: the operator does more than add up its inputs or multiply them by numbers.
     """
     name, alpha = _operator_name(node), getattr(node, "_saved_alpha", 1)
     signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
@@ -213,7 +216,8 @@ def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
 def _saved(node: Any, name: str) -> Any:
     """Return a tensor or number that autograd saved.
 
-    It is None if a checkpoint would compute it anew, or if it was freed or modified in place.
+    Return None if a checkpoint would have to recompute the value, or if the value was freed or
+    modified in place.
     """
     with contextlib.suppress(RuntimeError):
         is_hooked = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
@@ -222,9 +226,9 @@ def _saved(node: Any, name: str) -> Any:
 
 
 def _is_number(saved: object) -> bool:
-    """Return whether autograd saved one of Python's numbers, maybe as a tensor.
+    """Return whether a saved value is a Python number, which autograd may have made a tensor.
 
-    Such a tensor has no say in the type of a result, and is never of the smallest type.
+    Such a tensor does not determine the dtype of a result, and never has the smallest dtype.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)
@@ -242,7 +246,7 @@ def _is_one(numbers: Sequence[float]) -> bool:
 
 
 def _follow(counts: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether numbers of entries follow the chunk sizes."""
+    """Return whether numbers of entries are in proportion to the chunk sizes."""
     return [n * sizes[0] for n in counts] == [size * counts[0] for size in sizes]
 
 
@@ -250,7 +254,7 @@ def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
     """Return the shape of an output of the operator of a node.
 
     Raises:
-        UnclearError: it is a jagged tensor, whose length is no number.
+        UnclearError: the output is a jagged tensor, whose length is not a number.
     """
     metadata = node._input_metadata[number]
     if metadata.is_nested_tensor:
@@ -261,15 +265,15 @@ def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
 def _operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
     name: str = node.name().rpartition("::")[2]
-    # A custom function's name stays whole, as it may be an operator's.
+    # The name of a custom function is not shortened, or it could equal the name of an operator.
     return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
 
 
 def _dims_of(node: Any) -> Sequence[int]:
-    """Return the dimensions along which an operator goes; negative ones count from the end."""
+    """Return the dimensions along which an operator works; negative ones count from the end."""
     dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
     dims = dims if isinstance(dims, tuple) else (dims,)
-    # torch reports some negative ones as unsigned.
+    # torch reports some negative dimensions as unsigned integers.
     return [dim - 2**64 * (dim >= 2**63) for dim in dims if dim is not None]
 
 
@@ -277,8 +281,8 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
     """Return how samples of a chunk are computed from each other, or "" if nothing shows it.
 
     Args:
-        outputs: for each output with a graph, its value on each replica, or on some.
-        sizes: the numbers of samples of these, not all the same.
+        outputs: for each output with a graph, its values on all replicas, or on some of them.
+        sizes: the chunk sizes of these replicas, not all the same.
     """
     num_pairs = {*zip(*((n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes), strict=True)}
     seen = set[Any]()
@@ -289,12 +293,12 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
         for edges, is_loss in stack:
             nodes = [node for node, _ in edges]
             node = nodes[0]
-            # Nodes that replicas share, as of parameters on one device, hold no samples.
+            # Nodes that replicas share, such as those of parameters, hold no samples.
             if node in seen or node is nodes[-1] or len(set(map(type, nodes))) > 1:
                 continue
             seen.add(node)
             shapes = list(starmap(_shape_of, edges))
-            # Up to its reductions, which are joined, a loss has the same shapes on all.
+            # Up to its reductions, which are joined, a loss has the same shapes on all replicas.
             is_alike = shapes.count(shapes[0]) == len(shapes)
             is_loss = is_loss and is_alike
             known = _inputs_with_graph(nodes)
@@ -319,6 +323,6 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
 
 
 def _axes(shapes: Iterable[Sequence[int]], sizes: Sequence[int]) -> list[int]:
-    """Return the dimensions whose lengths follow the numbers of samples of the replicas."""
+    """Return the dimensions whose lengths are in proportion to the chunk sizes."""
     lengths = enumerate(zip(*shapes, strict=False))
     return [axis for axis, own in lengths if own[0] and _follow(own, sizes)]

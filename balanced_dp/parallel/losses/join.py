@@ -1,16 +1,18 @@
 """Join the 0-dim outputs of the replicas into the outputs of the batch.
 
-A loss l_i of chunk i is a mean m_i over its n_i samples, but for cross entropies c_ik, which are
-means over the targets t_ik that they count: l_i = m_i + sum_k a_k c_ik (see ``graph``). So
+The loss l_i of chunk i is the sum of a mean m_i over the n_i samples of the chunk and of cross
+entropies c_ik with factors a_k. The cross entropy c_ik is a mean over t_ik targets. With
+l_i = m_i + sum_k a_k c_ik (see ``graph``), the loss of the batch is
 
     loss = sum_i n_i m_i / sum_i n_i + sum_k a_k sum_i t_ik c_ik / sum_i t_ik.
 
-The m_i are what is left of the l_i without the c_ik, whose values are known. They may also be sums,
-which add up, as cross entropies may. Whatever else is in a loss is averaged by samples, with one
-warning.
+The values of the c_ik are known, so m_i is computed by subtracting the a_k c_ik from l_i. The m_i,
+and the c_ik, may also be sums, which are added up. If a loss contains anything else, this part is
+averaged with the n_i as weights, with one warning.
 
-Without gradients, a cross entropy is joined by its counts, and another output as in the last call
-with gradients. Before the first, values show which outputs are multiples of a cross entropy.
+In a call without gradients, a cross entropy is joined by its counts, and any other output is joined
+as in the last call with gradients. Before the first call with gradients, the values show which
+outputs are multiples of a cross entropy.
 """
 
 from __future__ import annotations
@@ -38,19 +40,20 @@ _REMEDY = (
 _NOT_SHOWN = "no call with gradients and the same arguments has shown how it is computed"
 
 Rows = Sequence[Sequence[Counted]]
-"""The cross entropies of a call, each as computed by each replica."""
+"""For each cross entropy of a call, the records of all replicas."""
 
 
 @dataclass(slots=True, eq=False)
 class OutputHistory:
-    """The findings of earlier calls of a model about its outputs.
+    """What earlier calls of a model have shown about its outputs.
 
     Attributes:
-        losses: by function and path of an output, what it was the sum of in the last call with
-            gradients, and the form of that call: how many cross entropies and which arguments.
-        seen: functions whose graphs were searched, for both kinds of splits; outputs that were
-            joined as numbers; and what was warned of: paths of inputs, and outputs as a warning
-            calls them.
+        losses: by function and path of an output, the terms that it was the sum of in the last call
+            with gradients, and the form of that call: the number of its cross entropies and the
+            paths of its arguments.
+        seen: functions whose graphs were searched, with an even or an uneven split; outputs that
+            were joined as numbers; and the subjects of earlier warnings, which are paths of inputs
+            and descriptions of outputs.
     """
 
     losses: dict[Any, tuple[Composition, Any]] = field(default_factory=dict)
@@ -70,9 +73,10 @@ class Call:
         devices: the device of each replica.
         chunk_sizes: how many samples each replica has; empty if the batch was not split.
         dim: the batch dimension.
-        scalar_outputs: how they are joined, as in ``BalancedDataParallel``. With ``"auto"``, the
-            graph is followed to the means and sums of losses.
-        loss_weight: returns the weight of a replica's losses; if None, the graph determines it.
+        scalar_outputs: how 0-dim outputs are joined, as in ``BalancedDataParallel``. With
+            ``"auto"``, the graph is followed to the means and sums of losses.
+        loss_weight: a function that returns the weight of a replica's losses. If None, the graph
+            determines the weight.
         arguments: the arguments of each replica.
         counted: the cross entropies of each replica; empty if none are counted.
     """
@@ -90,8 +94,9 @@ class Call:
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
         """Return the value of the whole batch on ``device``. Differentiable.
 
-        The weights are those of ``loss_weight``, the counts of a cross entropy, or what the graph
-        tells. Otherwise the outputs are averaged by samples, with a warning if the graph was asked.
+        The weights come from ``loss_weight``, from the counts of a cross entropy, or from the
+        graph. If none of these gives weights, the weights are the chunk sizes, with a warning if
+        the graph was searched.
 
         Args:
             outputs: a 0-dim floating tensor of each replica.
@@ -127,7 +132,8 @@ class Call:
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output of the first replica is a number, and not a row of one sample.
 
-        A tensor with one entry for several samples counts as a number, then and later.
+        A tensor with one entry for several samples is a number. In later calls, the same output is
+        a number for one sample, too.
         """
         is_of_several = max(self.chunk_sizes, default=0) > 1
         has_been = (self._code, name) in self.history.seen
@@ -151,16 +157,17 @@ class Call:
         return loss
 
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
-        """Return the cross entropy of which the outputs are a multiple. This waits for values.
+        """Find the cross entropy that the outputs are a multiple of. Wait for their values.
 
-        Losses of transformers are multiples, and a Trainer may evaluate before it trains. In
-        inference mode, only its value tells that an output is a cross entropy.
+        The losses of transformers are such multiples, and a Trainer may evaluate before it trains.
+        In inference mode, only the value of an output shows that it is a cross entropy.
         """
         numbers: list[Any] = [t for t in nested.tensors(self.arguments[0]) if t.numel() == 1]
         for place, own in enumerate(rows):
             pairs = [(float(o), float(one.value)) for o, one in zip(outputs, own, strict=True)]
             factor = next((output / value for output, value in pairs if value), 0.0)
-            # A sum may be divided by a number of each chunk, unless that is an argument.
+            # A summed cross entropy may be divided by a number that differs by chunk. The result is
+            # known only if this number is 1 or an argument.
             by_argument = (are_equal([1, abs(factor * float(x))], 1e-6) for x in (1, *numbers))
             is_known = own[0].kind == "mean" or any(by_argument)
             if factor and is_known and all(are_equal([o, v * factor], 1e-6) for o, v in pairs):
@@ -168,7 +175,7 @@ class Call:
         return Composition(unclear=_NOT_SHOWN)
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
-        """Return the path of the argument that tensors are, or ""."""
+        """Return the dotted path of the argument that the divisors are, or "" if they are none."""
         rows = zip(*map(nested.leaves, self.arguments), strict=False)
         same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
         return next(same, "")
@@ -181,9 +188,10 @@ class Call:
         return [weight_of_chunk(self.loss_weight, self.function, *own) for own in self.arguments]
 
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
-        """Warn once that one output, or all of them, may differ from those of the whole batch.
+        """Warn once that an output, or the whole result, may differ from that of the whole batch.
 
-        A warning without gradients, whose reason may be another, does not prevent one with them.
+        A warning in a call without gradients, which may have another reason, does not prevent a
+        second warning in a call with gradients.
         """
         what = "the result" if path is None else f"output {path or '(the whole)'}"
         what = f"{what} of {nested.described(self.function)}"
@@ -198,7 +206,7 @@ class Call:
     def with_joined_losses(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
         """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
 
-        It is computed on ``device``, and copied to each replica's device.
+        The value is computed on ``device`` and copied to each replica's device.
         """
         if self.scalar_outputs != "auto" or len(outputs) < 2:
             return outputs
@@ -217,8 +225,8 @@ class Call:
     def look_for_mixing(self, outputs: Sequence[Any]) -> None:
         """Warn if samples of a chunk are computed from each other.
 
-        This is looked for once in chunks of different sizes, and once in chunks of one size, which
-        show it only by a cross entropy whose targets are row numbers.
+        The graphs are searched once for chunks of different sizes, and once for chunks of equal
+        size. With equal sizes, only a cross entropy whose targets are row numbers shows it.
         """
         sizes, is_even = self.chunk_sizes, len({*self.chunk_sizes}) < 2
         key = self._code, is_even
@@ -233,7 +241,7 @@ class Call:
             rows = zip(*self.counted, strict=False)
             compares = any(all(map(Counted.compares_samples, own)) for own in rows)
             how = "cross entropy targets are row numbers, as in contrastive loss" * compares
-        else:  # two replicas show it first, in half the time; the others confirm it
+        else:  # search two replicas, which takes less time; then confirm a finding with all
             ends = [sizes.index(min(sizes)), sizes.index(max(sizes))]
             pairs = [[own[i] for i in ends] for own in found]
             how = how_samples_mix(pairs, [sizes[i] for i in ends]) and how_samples_mix(found, sizes)
@@ -243,17 +251,17 @@ class Call:
 
     @property
     def _code(self) -> Any:
-        """A key of the function: its code, which is the same if the function is defined again."""
+        """A key of the function: its code object, which is the same after a redefinition."""
         function = inspect.unwrap(self.function)
         return getattr(function, "__code__", id(function))
 
 
 def has_means(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a tensor of a type that has means, as losses are."""
+    """Return whether a value is a tensor of a dtype that has means, as losses are."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
-    """Return whether tensors with one entry share memory; they are not read, as that would wait."""
+    """Return whether tensors of one entry share memory. Reading values would wait for a device."""
     are_tensors = isinstance(divisor, Tensor) and isinstance(argument, Tensor)
     return are_tensors and argument.numel() == 1 and memory_of(divisor) == memory_of(argument)

@@ -1,4 +1,4 @@
-"""Weights given by the caller; sums and weighted means of tensors on several devices."""
+"""Weights that the caller gives, and sums and weighted means of tensors on several devices."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 """How 0-dim outputs are joined, as in ``BalancedDataParallel``."""
 
 Tensors = Sequence[Tensor]
-"""One for each replica."""
+"""One tensor for each replica."""
 
 
 def joined(tensors: Tensors, weights: Sequence[Any] | None, device: torch.device) -> Tensor:
     """Return the sum or the weighted mean of 0-dim tensors, on ``device``.
 
     Args:
-        tensors: a mean or a sum over each chunk. Where the weight is 0, it is ignored, also if it
-            is 0 / 0. If all weights are 0, the result is NaN.
-        weights: for each, a number or a 0-dim tensor, which is not read: that would wait for its
-            device. None adds the tensors up.
+        tensors: a mean or a sum over each chunk. A mean whose weight is 0 is ignored, even if the
+            mean is 0 / 0. If all weights are 0, the result is NaN.
+        weights: the weight of each mean, a number or a 0-dim tensor. The value of a tensor is not
+            read, since that would wait for its device. If None, the tensors are added up.
         device: the device of the result.
     """
     if weights is None:
         return functools.reduce(torch.add, moved(tensors, device))
     means = torch.stack(moved(tensors, device))
-    # torch.full, because other ways copy numbers from the host, and wait.
+    # torch.full is used because other functions copy numbers from the host, and wait.
     numbers = (w if isinstance(w, Tensor) else torch.full((), w, device=device) for w in weights)
     totals = torch.stack([number.to(device) for number in numbers]).double()
     totals = totals.where(totals.sum() != 0, math.nan)
     means = means.masked_fill(totals == 0, 0)
-    dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
+    dtype = torch.promote_types(means.dtype, torch.float32)  # sums of counts cannot overflow in it
     return torch.dot(means.to(dtype), (totals / totals.sum()).to(dtype)).to(means.dtype)
 
 
@@ -49,7 +49,7 @@ def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
     there = [tensor.to(device) for tensor in tensors]
     for before, after in zip(tensors, there, strict=True):
         if after is not before and after.grad_fn is not None:
-            run_at_once(after.grad_fn)  # or other replicas would wait for the first
+            run_at_once(after.grad_fn)  # or backward of other replicas would wait for the first
     return there
 
 
@@ -57,7 +57,7 @@ def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
     """Check the arguments ``scalar_outputs`` and ``loss_weight``.
 
     Raises:
-        ArgumentError: ``scalar_outputs`` is none of ``ScalarOutputs``, or both are given.
+        ArgumentError: ``scalar_outputs`` is none of ``ScalarOutputs``, or both arguments are given.
         ArgumentTypeError: ``loss_weight`` is neither a function nor None.
     """
     kinds = get_args(ScalarOutputs)
@@ -78,10 +78,11 @@ def weight_of_chunk(
     """Return the weight of a chunk: a number, a 0-dim tensor, or a dictionary of these.
 
     Args:
-        loss_weight: it is called with the arguments of ``function`` that its parameters name.
+        loss_weight: the function that returns the weight. It is called with the arguments of
+            ``function`` that have the names of its own parameters.
         function: the function that computes the losses.
-        args: its positional arguments for the chunk.
-        kwargs: its keyword arguments.
+        args: the positional arguments of ``function`` for the chunk.
+        kwargs: the keyword arguments of ``function`` for the chunk.
 
     Raises:
         ArgumentError: the call lacks an argument, or the result is not a number of at least 0.
@@ -101,12 +102,12 @@ def weight_of_chunk(
 
 
 def _checked(weight: Any) -> float | Tensor:
-    """Return a weight after a check; a tensor is not read, as that would wait for its device."""
+    """Return a weight after a check. A tensor's value is not read: that would wait for a device."""
     if isinstance(weight, Tensor) and weight.numel() == 1:
         return weight.detach().reshape(())
     if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
         raise ArgumentError(
-            f"loss_weight must return a number of at least 0, a tensor with one, or a dictionary "
-            f"of these by output name, got {weight!r}"
+            f"loss_weight must return a number of at least 0, a tensor of one element, or a "
+            f"dictionary of these by output name, got {weight!r}"
         )
     return float(weight)
