@@ -83,7 +83,7 @@ def run(
     json_file: arguments.JsonFile = None,
     html: arguments.Html = None,
 ) -> None:
-    """Run a training script, unchanged, and show what fills each GPU and which gpu0_bsz is best.
+    """Run a training script, and show which gpu0_bsz is best for it.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated GPUs that the
     script sees as CUDA devices. Emulated GPUs may hold more than --memory. nn.DataParallel becomes
@@ -126,7 +126,7 @@ def run(
 
 
 @app.command()
-@app.command("plan", help="Find gpu0_bsz without GPUs: the same as tune --emulate --memory ...")
+@app.command("plan", help="Find gpu0_bsz without GPUs: tune --emulate --memory ...")
 def tune(
     context: typer.Context,
     target: Annotated[str | None, arguments.TARGET] = None,
@@ -146,7 +146,7 @@ def tune(
     ] = False,
     is_list: Annotated[bool, Option("--list", help="List the built-in workloads.")] = False,
 ) -> None:
-    """Measure a workload with several values of gpu0_bsz, and report the best one.
+    """Measure a workload, and show which gpu0_bsz is best for it.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
@@ -211,7 +211,7 @@ def report_command(
         Option("--fail", metavar="METRIC:LIMIT,...", help="Limits, such as peak:5%,speed:10%."),
     ] = "",
 ) -> None:
-    """Show a report, write it as an HTML page, as Markdown or as JSON, or compare it.
+    """Show a report, convert it, or compare it with an older one.
 
     --against compares peak, max_batch and speed of the best options. The exit code is 1 if any of
     these is worse than before by more than its limit in --fail.
@@ -246,7 +246,7 @@ def probe(
     json_file: arguments.JsonFile = None,
     watch_s: Annotated[float | None, Option("--watch", metavar="SECONDS", help="Repeat.")] = None,
 ) -> None:
-    """Show what each GPU holds, with its number in torch and its number in nvidia-smi (NVML).
+    """Show what each GPU holds, with its numbers in torch and NVML.
 
     With --watch, the output is repeated until Ctrl-C.
     If NVML cannot be used, the command prints the reason and ends with exit code 1.
@@ -283,7 +283,7 @@ def validate(
     json_file: arguments.JsonFile = None,
     markdown: arguments.Markdown = None,
 ) -> None:
-    """Check gradients, and a workload's emulated memory and speed, on the GPUs of this machine.
+    """Check gradients, memory and speed on the GPUs of this machine.
 
     Runs on all GPUs. Several replicas share a single GPU. Without GPUs, devices are emulated.
     Ends with exit code 1 if a gradient is wrong.
@@ -316,7 +316,7 @@ def demo(
     json_file: arguments.JsonFile = None,
     emulate: arguments.Emulate = False,
 ) -> None:
-    """Train a small transformer on real text: on one device, split evenly, and balanced.
+    """Train a transformer on one device, split evenly, and balanced.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """

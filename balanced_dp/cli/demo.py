@@ -124,7 +124,7 @@ def answer(runs: Sequence[DemoRun]) -> Iterator[Part]:
     else:
         yield f"The loss curves agree: they differ by {difference:.1e} at most {allowed}"
     if even.chunk_sizes == balanced.chunk_sizes:
-        yield "The last run had the even split, too."
+        yield f"The last run was even, too: gpu0_bsz must be below {even.chunk_sizes[0]}."
     else:
         yield (
             f"The bottleneck device needs {_mib(max(even.peak_bytes))} MiB with the even split and "

@@ -49,7 +49,7 @@ class CheckResult:
         if not self.num_compared:
             return f"{what}: forward returned no floating-point tensor to compare"
         if sum(map(bool, self.chunk_sizes)) < 2:
-            return f"{what}: not split; give a larger batch, or device_ids=['cpu', 'cpu']"
+            return f"{what}: not split; give device_ids=['cpu', 'cpu'], or a larger batch"
         if not self.differences:
             return f"{what}: all equal the whole batch's"
         lines = [f"{what}: {len(self.differences)} differ from the whole batch's, relatively by"]

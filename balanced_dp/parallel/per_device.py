@@ -16,8 +16,8 @@ from .parallel_apply import parallel_apply
 from .scatter import Inputs, Scattered
 
 _REMEDY = (
-    "it holds one output for each device; compute the loss with BalancedCriterion, use map, call "
-    "gather(), or take outputs[0] of a model that returns the loss"
+    "it holds one output for each device; do this in the function that BalancedCriterion or map "
+    "calls, or after gather(); take outputs[0] of a model that returns the loss"
 )
 
 

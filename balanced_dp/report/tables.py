@@ -90,18 +90,16 @@ def _fullest(option: Option, report: Report) -> str:
 
 def option_table(report: Report) -> TextTable:
     """Return the ranked options, best first; there is at least one."""
-    has_batches = any(option.batch_size != report.batch_size for option in report.options)
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
         index, held = bottleneck(option, report.budgets)
         full = f"{held / report.budgets[index]:.0%}" if report.has_capacity else format_bytes(held)
         row = {"option": str(number), "split": short_split(option.chunk_sizes)}
-        row["fullest"] = f"device {index} {full}"
-        if has_batches:
-            row["largest batch"] = str(report.largest_batch(option).batch_size)
-        row["speed"] = f"{option.speed:.2f}"
+        row |= {"fullest": f"device {index} {full}", "speed": f"{option.speed:.2f}"}
         if report.mode == "real":
             row["samples /s"] = f"{option.samples_per_s:.1f}"
+        if any(o.batch_size != report.batch_size for o in report.options):
+            row["largest batch"] = str(report.largest_batch(option).batch_size)
         if not report.is_script:  # the options of a script differ only in the split
             row["loss on"] = "device 0" if option.gather else "each"
             row["weights on"] = "all" if option.spread else "device 0"
@@ -119,6 +117,8 @@ def option_table(report: Report) -> TextTable:
 def lines(report: Report) -> str:
     """Return the lines that each option needs in a training script."""
     texts = [f"# {place}" for place in report.wrapped_at]
+    names = "BalancedCriterion, BalancedDataParallel"
+    texts += [f"from balanced_dp import {names}"] * (not report.is_script)
     for number, option in enumerate(report.ranked_options, 1):
         texts.append(f"# option {number}")
         if report.is_trainer and not option.is_even:
@@ -147,9 +147,9 @@ def summary(report: Report) -> Iterator[str]:
     if report.is_trainer:
         yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
     # If forward returns the loss, as with BalancedTrainer in training, little is gathered.
-    gathered = report.best.uses[0].get("gathered output", 0)
-    others = ["gather=False (loss on each device)"] * (gathered > report.best.peak_bytes[0] / 100)
-    others += ["spread=True (parameters on all devices)"] * (not report.best.spread)
+    part = report.best.uses[0].get("gathered output", 0) / (report.best.peak_bytes[0] or 1)
+    others = [f"gather=False (outputs fill {part:.0%} of device 0: docs/loss.md)"] * (part > 0.01)
+    others += ["spread=True (parameters on all devices: docs/step.md)"] * (not report.best.spread)
     if report.is_script and others:
         yield f"Not measured: {' and '.join(others)}. Change the script and run it again."
 

@@ -193,10 +193,12 @@ class Report:
     def best(self) -> Option:
         """The best option; if none fits, the option that lacks the least memory."""
         of_batch = (option for option in self.options if option.batch_size == self.batch_size)
-        least_full = min(
-            of_batch, key=lambda o: (o.out_of_memory is not None, o.utilization(self.budgets))
-        )
-        return next(iter(self.ranked_options), least_full)
+
+        def lacks(option: Option) -> tuple[bool, float, float]:
+            is_out = option.out_of_memory is not None
+            return is_out, option.utilization(self.budgets), -option.speed
+
+        return next(iter(self.ranked_options), min(of_batch, key=lacks))
 
     @property
     def even(self) -> Option | None:
@@ -258,6 +260,9 @@ class Report:
         remedy = f"not even a batch of {least} fits"
         if least == self.batch_size > 1:  # the report of a script, whose batches are given
             remedy = "no other batch was measured, so try a smaller one"
+        states = (best.uses[0].get(use, 0) for use in ("parameter", "gradient", "optimizer state"))
+        if self.is_script and not best.spread and sum(states) > self.budgets[0]:
+            remedy = "weights and optimizer state alone do not fit, but spread=True divides them"
         if fitting:
             largest = max(fitting, key=lambda option: option.batch_size)
             remedy = f"the largest batch that fits is {largest.batch_size}, with {largest.line}"

@@ -85,7 +85,7 @@ def test_the_answer_for_a_script(script):
     for part in (
         "# train.py:11: model = nn.DataParallel(model)\n# option 1\nmodel = nn.DataParallel(model)",
         "# option 2\nfrom balanced_dp import BalancedDataParallel\nmodel = BalancedDataParallel(",
-        "Not measured: gather=False (loss on each device) and spread=True",
+        "% of device 0: docs/loss.md) and spread=True (parameters on all",
         "What each device holds with nn.DataParallel(model)",
         "Measured values of gpu0_bsz for batches of 256, outputs gathered",
     ):
@@ -125,6 +125,7 @@ def test_the_report_is_written(script):
         ("--steps 3 train.py 99999 256 wrap", 0, "ended after 3 training steps (--steps).\n\nTh"),
         ("--for headroom --memory 1GiB --reserve 0 train.py 9 256 wrap", 0, "). With option 1 dev"),
         ("--memory 4400KiB --reserve 0 train.py 9 256 wrap", 0, "the batch does not fit: device 0"),
+        ("--memory 1MiB --reserve 0 train.py 5 64 wrap", 0, "spread=True divides them."),
         ("--steps 4 -m train 9 64 wrap --memory its", 0, "train, batches of 64, 4 devices"),
         ("--symbolic train.py 4 64 wrap branch", 0, "only: the values that it reads are NaN"),
         ("--memory 1027MiB train.py 8 2048 wrap memory", 0, "A batch of 2048 does not fit: with "),

@@ -90,7 +90,7 @@ PACKED = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
     [
         ([torch.zeros(5), {"mask": torch.zeros(3, 4)}], 0, BY_FIRST),
         ({"mask": torch.zeros(5)}, 1, r"input x.mask of shape \(5,\) has no dimension 1 to split"),
-        ([PACKED], 0, "x.0 is a PackedSequence, which has no batch dimension; pass the padded"),
+        ([PACKED], 0, "x.0 is a PackedSequence, which has no batch dimension; pass a padded"),
         (torch.eye(5).to_sparse(), 0, NOT_SPLIT),
         (NESTED, 0, NOT_SPLIT),
     ],

@@ -70,7 +70,7 @@ def test_other_files_are_refused(report, tmp_path, pattern, by, message):
 
 def test_markdown_has_the_answer(report, unlike):
     text = report_markdown(report)
-    assert f"```python\n# option 1\nmodel = {report.best.line}" in text
+    assert f"BalancedDataParallel\n# option 1\nmodel = {report.best.line}" in text
     assert text.startswith("# \\<script\\>alert(1)\\</script\\>, ") and "<script>" not in text
     assert text.count("\n| **") == 3  # the best, the peak, the best
     assert f"device_weights=[{unlike.best.chunk_sizes[0]}, " in report_markdown(unlike)
@@ -112,7 +112,7 @@ def test_comparisons_that_are_refused(report, change, limits, message):
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=300))
 def test_any_name_stays_text(name):
     renamed = report_of([EVEN, SMALLER], [90] * 2, workload=name)
-    assert "\n\n```python\n# option 1\nmodel = " in report_markdown(renamed)
+    assert "DataParallel\n# option 1\nmodel = " in report_markdown(renamed)
     assert json.loads(report_json(renamed))["workload"] == name
 
 

@@ -35,7 +35,7 @@ from .weights import ScalarOutputs, Tensors, joined, weight_of_chunk
 
 _REMEDY = (
     "Return its parts to combine them outside, or rows (with squeeze(-1), not squeeze()), or give "
-    "loss_weight or scalar_outputs"
+    "loss_weight (for masked means) or scalar_outputs: see docs/loss.md"
 )
 _NOT_SHOWN = "no call with gradients and the same arguments has shown how it is computed"
 
