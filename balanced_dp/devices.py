@@ -105,7 +105,7 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether each thread has a current stream on the device."""
+    """Return whether the device has streams, one current per thread."""
     return device.type != "cpu" and hasattr(torch.get_device_module(device), "stream")
 
 

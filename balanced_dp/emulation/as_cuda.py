@@ -73,7 +73,7 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
 
 def _default_device() -> str | None:
-    """Return the default device of the open context; None if torch has one of its own."""
+    """Return the current machine's default device, or None if torch's own is set."""
     if not has_machine() or not current_machine().default_device:
         return None
     modes = torch.overrides._get_current_function_mode_stack()

@@ -6,8 +6,8 @@ ledger. Reference counting is enough for this: memory is freed without the garba
 
 The label of a block may change while the block is allocated: a tensor becomes a gradient only after
 it was computed. So the breakdown of the peak is not stored when the peak is reached. Instead, it is
-computed on request from the blocks that were allocated at the peak. A block was allocated at the
-peak if its number is at most the peak's number, and it is still allocated or was freed later.
+computed on request from the blocks that were allocated at the peak. They are the blocks numbered at
+most ``_peak_number`` that are still allocated or were freed after the peak.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class AutoSplit:
         self._ids: set[int] = set()
         """The parameters of the model, by their identity."""
         self._rule: tuple[int, ...] | None = None
-        """The chunk sizes of a batch of ``_LARGE`` samples, by the previous iteration's split."""
+        """How the previous iteration's rule would split a batch of ``_LARGE`` samples."""
         self._peaks: Peaks | None = None
         """The peaks of the iteration that is under way."""
 

@@ -17,7 +17,7 @@ from .scatter import Inputs, Scattered
 
 _REMEDY = (
     "it holds one output for each device; do this in the function that BalancedCriterion or map "
-    "calls, or after gather(); take outputs[0] of a model that returns the loss"
+    "calls, or after gather(); if the model returns the loss, use outputs[0]"
 )
 
 

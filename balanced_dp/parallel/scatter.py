@@ -41,7 +41,7 @@ class Inputs:
 
     Tensors whose size along ``dim`` is the batch size are split, and so are the inputs named in
     ``split``. 0-dim tensors, and tensors named in ``broadcast``, are copied whole to each device.
-    Containers are passed as shallow copies, and anything else is passed unchanged.
+    Each device gets its own containers; anything else is passed unchanged.
 
     Args:
         function: the function to call on each device; its parameters name the arguments.

@@ -215,7 +215,7 @@ class Report:
 
     @property
     def is_script(self) -> bool:
-        """Whether the report is that of a script, in which only the split was changed."""
+        """Whether the report is of a script, whose options differ only in the split."""
         return self.is_trainer or bool(self.wrapped_at)
 
     @property
