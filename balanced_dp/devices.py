@@ -105,7 +105,7 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether the device has streams, one current per thread."""
+    """Return whether the device has a current stream per thread."""
     return device.type != "cpu" and hasattr(torch.get_device_module(device), "stream")
 
 

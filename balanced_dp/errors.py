@@ -52,7 +52,7 @@ class ReportError(BalancedDataParallelError, ValueError):
 
 
 class BalanceWarning(UserWarning):
-    """The split has no effect, or a result may differ from that of the whole batch."""
+    """A split or save has no effect, or a result may differ from the whole batch's."""
 
 
 def warn(message: str) -> None:

@@ -58,10 +58,10 @@ class Search:
         batch_size: samples in the whole batch.
         budgets: the bytes that each device may hold.
         smallest: the smallest chunk that a replica can train on.
-        is_careful: whether to skip a split if a device could run out of memory. The upper bound
-            used is that the memory of a device grows in proportion to its samples.
+        is_careful: whether to skip a split if a device could run out of memory. This
+            assumes that a device's memory grows at most in proportion to its samples.
         for_speed: whether to also find the largest value that fits.
-        told: the utilization of each device by split; infinity if it ran out of memory.
+        told: the utilization of each device by split; infinity where memory ran out.
     """
 
     batch_size: int
@@ -156,8 +156,7 @@ class Search:
             numbers: the numbers in ascending order.
             split_of: returns the split of a number.
             slope: the assumed increase of the excess per number, until there are two measurements.
-                None means the slope of a line from an excess of -1 at the number 0. This is an
-                upper bound of the slope.
+                None means that of the line from (0, -1) to the measurement, an upper bound.
             close: the result may be too small by at most one part in ``close``.
             bends_up: whether the excess is convex. If it is, beyond two measurements it lies above
                 the line through them, so no number beyond the zero of the line is measured.

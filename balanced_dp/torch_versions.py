@@ -32,14 +32,14 @@ AWAITS_PRODUCERS = torch.__version__ >= "2.8"
 """Whether a gradient's consumer waits for the node that sends it from another device.
 
 Before torch 2.8, autograd assumes that the gradient was computed on the default stream of its
-device. In the threads of autograd, this is the current stream.
+device. In autograd's threads, that stream is the current one.
 
 Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 """
 
 
 def exists(name: str) -> bool:
-    """Return whether torch has a dotted name, or a class in torch annotates such an attribute."""
+    """Return whether torch has ``name``, or a class in torch only annotates it."""
     path, _, last = f"torch.{name}".rpartition(".")
     try:
         owner = pkgutil.resolve_name(path)

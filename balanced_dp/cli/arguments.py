@@ -14,7 +14,7 @@ TARGET = Argument(help="A built-in workload, or package.module:function, or file
 NumDevices = Annotated[int | None, Option("--devices", min=2, help="Default: all GPUs, or 4.")]
 Emulate = Annotated[bool, Option("--emulate", help="Emulate devices even if there are GPUs.")]
 Memory = Annotated[
-    str | None, Option(help="Capacity of all devices, or of each: 24GiB,11GiB. 1GB is 1GiB.")
+    str | None, Option(help="Capacity of each device, or a list: 24GiB,11GiB. 1GB is 1GiB.")
 ]
 Reserve = Annotated[str | None, Option(help="Memory of each GPU to keep free; default: 1GiB.")]
 GOAL = Option("--for", help="How options rank; default: speed, or headroom without capacities.")

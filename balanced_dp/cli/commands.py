@@ -76,7 +76,7 @@ def run(
     gpu0_bsz: Annotated[
         str, Option(metavar="N|auto|even", help="Samples of device 0; auto searches for the best.")
     ] = "auto",
-    steps: Annotated[int | None, Option(min=1, help="End after so many training steps.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="End after this many training steps.")] = None,
     symbolic: Annotated[bool, Option("--symbolic", help="Emulate only shapes: faster.")] = False,
     emulate: arguments.Emulate = False,
     goal: Annotated[Literal["speed", "headroom"] | None, arguments.GOAL] = None,
@@ -87,8 +87,8 @@ def run(
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated GPUs that the
     script sees as CUDA devices. Emulated GPUs may hold more than --memory. nn.DataParallel becomes
-    BalancedDataParallel. If the script uses BalancedDataParallel itself, that is split as
-    --gpu0-bsz says, too. Only the script writes to stdout.
+    BalancedDataParallel. If the script uses BalancedDataParallel itself, --gpu0-bsz applies to it,
+    too. Only the script writes to stdout.
     """
     from . import console
     from .run import run_and_measure
@@ -285,7 +285,7 @@ def validate(
 ) -> None:
     """Check gradients, memory and speed on the GPUs of this machine.
 
-    Runs on all GPUs. Several replicas share a single GPU. Without GPUs, devices are emulated.
+    Runs on all GPUs. A single GPU runs several replicas. Without GPUs, devices are emulated.
     Ends with exit code 1 if a gradient is wrong.
     """
     from ..validation import validate as run_checks
@@ -346,7 +346,7 @@ def _where(error: BaseException) -> str:
 def main() -> None:
     """Run the command line, and print errors as one line.
 
-    The exit code is 2 for invalid input, and 1 if there is nothing to measure.
+    The exit code is 1 if memory cannot be measured, and 2 for other errors.
     """
     if sys.stderr is None:  # stderr is closed
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process

@@ -39,7 +39,7 @@ def say(text: str) -> None:
 
 
 def rich_table(content: TextTable) -> Table:
-    """Return a table for 80 columns; its names are left-aligned and its numbers right-aligned."""
+    """Return a table for 80 characters; the first column is left-aligned, others right-aligned."""
     name, *headers = content.headers
     # A header that is longer than "device 0" has two lines.
     numbers = ("\n".join(text.rsplit(" ", len(text) > 8)) for text in headers)

@@ -59,8 +59,8 @@ def run_and_measure(
         goal: as in ``tune``.
 
     Returns:
-        The script's exit code; the report, or None if none of the script's batches were split; and
-        what to print if there is no report.
+        The script's exit code; the report, or None if no split was measured; and what to print if
+        there is no report.
 
     Raises:
         ArgumentError: the devices cannot be opened or are too small.

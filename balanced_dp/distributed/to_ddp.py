@@ -35,8 +35,8 @@ def convert(
     Args:
         model: the model to convert.
         device: the device of this rank. The default is the entry of ``model.devices`` whose index
-            is ``LOCAL_RANK``, the rank on this machine, which torchrun sets. If
-            ``model.device_ids`` is empty, the default is the module's device.
+            is torchrun's ``LOCAL_RANK``, or without it the global rank. If ``model.device_ids`` is
+            empty, the default is the module's device.
         **ddp_arguments: arguments of ``DistributedDataParallel``. Two of them have other defaults:
             ``gradient_as_bucket_view=True``, which avoids a copy of the gradients, and
             ``device_ids=[device]`` on an accelerator, which moves inputs to it.

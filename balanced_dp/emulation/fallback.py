@@ -49,7 +49,7 @@ def training_devices(
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.
-        EmulationError: an ``emulate_devices`` context with fewer devices is open.
+        EmulationError: devices would be emulated inside another ``emulate_devices`` context.
 
     Examples:
         >>> with training_devices(2) as devices:

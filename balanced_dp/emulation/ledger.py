@@ -72,7 +72,7 @@ class DeviceLedger:
     def __init__(self, capacity_bytes: int, out_of_memory: Callable[[int, int], Exception]) -> None:
         self.capacity_bytes = capacity_bytes
         self.limit_bytes = capacity_bytes
-        """The limit of allocated bytes: the capacity, unless ``ignore_capacities`` raises it."""
+        """The limit of allocated bytes: the capacity, unless ``ignore_capacities`` lifts it."""
         self._out_of_memory = out_of_memory
         self.num_ooms = 0
         self._lock = threading.Lock()
@@ -100,8 +100,8 @@ class DeviceLedger:
         Args:
             num_bytes: the size.
             label: the use.
-            marks_peak: whether the block counts toward the peak at once, and raises an error if it
-                does not fit. Otherwise it counts only if it is still allocated at the next call.
+            marks_peak: whether the block counts toward the peak at once, and must fit. Otherwise it
+                counts only if it is still allocated at the next call.
 
         Raises:
             Exception: the block does not fit. The exception is what ``out_of_memory`` returns.

@@ -102,8 +102,8 @@ class Machine:
     def ignore_capacities(self) -> None:
         """Let devices hold more than their capacity, which they still report.
 
-        ``balanced-dp run`` starts with a split that may not fit. The script must not fail there,
-        so that the search can find a split that fits.
+        ``run`` and ``tune`` start with a split that may not fit. They must not fail there, so that
+        the search can find a split that fits.
         """
         for ledger in self.ledgers:
             ledger.limit_bytes = sys.maxsize

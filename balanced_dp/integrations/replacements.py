@@ -30,7 +30,7 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     """Replace ``nn.DataParallel``, ``data_parallel`` and ``Trainer`` inside a ``with`` block.
 
     The replacement takes the arguments of ``nn.DataParallel``, and ``isinstance`` answers as
-    before. If a script subclasses ``nn.DataParallel`` and overrides a step, such as ``forward`` or
+    before. If a script subclasses ``nn.DataParallel`` and overrides a method such as ``forward`` or
     ``scatter``, the subclass is derived from torch's class, not from the replacement. ``loop``
     splits the batches of all instances of ``BalancedDataParallel`` without ``device_weights``,
     including those that the script creates itself.
@@ -89,7 +89,7 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
     """Find the module ``transformers.trainer``. After its import, make every trainer balanced.
 
-    A trainer of a class C is created as one of ``class Balanced(BalancedTrainer, C)``, the class
+    A trainer of a class C becomes an instance of ``class Balanced(BalancedTrainer, C)``, the class
     that the report suggests. Classes that the script derives from ``BalancedTrainer`` stay as they
     are.
     """

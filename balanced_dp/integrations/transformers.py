@@ -77,7 +77,7 @@ class BalancedTrainer(Trainer):
     autocast.
 
     For a subclass of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer, MyTrainer)``.
-    This class takes the arguments of both of its bases.
+    It takes the arguments of both of its bases.
 
     ``Trainer`` sees a single device: ``trainer.args`` has ``n_gpu`` 1 and the batch size of all
     devices. With one device, in a distributed launch, and with a model that is compiled, quantized

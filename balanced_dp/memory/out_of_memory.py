@@ -54,7 +54,7 @@ def advising(
     Args:
         devices: the devices that share the batch.
         chunk_sizes: the chunk size of each device.
-        remedy: returns the remedy for a batch size. It is called once memory has run out.
+        remedy: returns the remedy for a batch size. It is called when memory runs out.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Peaks of memory for measurements that overlap although each resets the peaks, and a logger."""
+"""Peaks of memory that overlapping measurements can each reset, and a logger."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def capacities_of(devices: Sequence[torch.device]) -> list[int]:
 class Peaks:
     """The peak memory of devices since this object was created.
 
-    The constructor first saves the devices' peaks in all other ``Peaks`` objects, then resets them.
+    Before the constructor resets the devices' peaks, it saves them in all other ``Peaks`` objects.
     So measured blocks may be nested, and a logger may write a record inside a measured block. Calls
     of ``reset_peak_memory_stats`` elsewhere are not noticed.
 

@@ -115,8 +115,7 @@ class MemoryProbe:
         """Measure the memory that a ``with`` block takes on each device.
 
         The devices' peaks are reset at the beginning. If NVML is available, a thread samples it
-        every 10 ms, or less often while other threads hold Python's lock. The thread ends with the
-        block.
+        every 10 ms, or less often while other threads hold the GIL. The thread ends with the block.
 
         Yields:
             The results, which are complete when the block has ended.
@@ -178,7 +177,7 @@ def _sampled_peaks(
 ) -> Iterator[Mapping[torch.device, int | None]]:
     """Start a thread that samples the used memory every 10 ms or less often, until the block ends.
 
-    Other threads may hold Python's lock for longer than 10 ms. While four threads ran pure Python
+    Other threads may hold the GIL for longer than 10 ms. While four threads ran pure Python
     code, a sample was taken every 36 ms. Rare samples miss little, because the allocator keeps the
     memory that it has reserved. A last sample is always taken at the end.
 

@@ -85,7 +85,7 @@ class StepMemory:
         """The peak allocated bytes of each device.
 
         Raises:
-            ProbeError: the block has not ended.
+            ProbeError: the block has not completed.
         """
         if not self.devices:
             raise ProbeError(f"there are no peaks: {self.reason}")
@@ -96,7 +96,7 @@ class StepMemory:
         """(max - min) / max of the devices' peaks, from 0 to 1.
 
         Raises:
-            ProbeError: the block has not ended.
+            ProbeError: the block has not completed.
         """
         return imbalance_of(self.peak_bytes)
 
@@ -105,7 +105,7 @@ class StepMemory:
         """The peak of each device, as a fraction of its capacity.
 
         Raises:
-            ProbeError: the block has not ended.
+            ProbeError: the block has not completed.
         """
         pairs = zip(self.peak_bytes, self.devices, strict=True)
         return tuple(peak / (memory.total_bytes or 1) for peak, memory in pairs)
@@ -115,12 +115,12 @@ class StepMemory:
         """The bottleneck device: the first of those with the highest utilization.
 
         Raises:
-            ProbeError: the block has not ended.
+            ProbeError: the block has not completed.
         """
         return self.devices[self.utilization.index(max(self.utilization))]
 
     def check_split(self, tolerance: float = 0.10) -> str | None:
-        """Return advice on how to balance the split, or None if the split is balanced.
+        """Return how to balance the split, why that is unknown, or None if balanced.
 
         Utilizations are compared, so devices with different capacities may hold different amounts.
 
@@ -130,7 +130,7 @@ class StepMemory:
 
         Raises:
             ArgumentError: ``tolerance`` is out of range.
-            ProbeError: the block has not ended.
+            ProbeError: the block has not completed.
         """
         if not 0 <= tolerance < 1:
             raise ArgumentError(

@@ -27,7 +27,7 @@ STATE_KEY = "auto_split"
 
 
 class SplitPolicy:
-    """The rule by which batches are split: by a number or by weights.
+    """How batches are split: by a number or by weights.
 
     Args:
         gpu0_bsz: the most samples for the first device, or None for no limit.
@@ -98,7 +98,7 @@ def smallest_chunk(module: nn.Module) -> int:
 
 
 class AutoSplit:
-    """The rule by which ``gpu0_bsz="auto"`` splits: it searches while a training loop runs.
+    """The policy of ``gpu0_bsz="auto"``, which searches while a training loop runs.
 
     It has the methods and attributes of ``SplitPolicy``.
 
@@ -133,13 +133,13 @@ class AutoSplit:
         self._ids: set[int] = set()
         """The parameters of the model, by their identity."""
         self._rule: tuple[int, ...] | None = None
-        """How the previous iteration's rule would split a batch of ``_LARGE`` samples."""
+        """How the previous iteration would have split a batch of ``_LARGE`` samples."""
         self._peaks: Peaks | None = None
         """The peaks of the iteration that is under way."""
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """The value for a batch of ``batch_size``; None if this is 0."""
+        """The value for a batch of ``batch_size``; None if ``batch_size`` is 0."""
         return self.split(self.batch_size)[0] if self.batch_size else None
 
     def split(self, batch_size: int) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class AutoSplit:
         return self.search.split(batch_size)
 
     def begin(self) -> None:
-        """Begin an iteration unless one is under way. Read peaks unless the search is over."""
+        """Begin an iteration unless one is under way. Watch peaks unless the search is over."""
         if self._peaks is None:
             _watching[id(self)] = self
             _register_hook(_note_step)
@@ -174,7 +174,7 @@ class AutoSplit:
         return chunk_sizes
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the iteration that ends with the step of an optimizer, if it is the model's."""
+        """End the iteration if the optimizer that has stepped is the model's."""
         is_ours = any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
         if self._peaks is not None and is_ours:
             peaks, self._peaks = self._peaks.allocated, None
@@ -230,13 +230,13 @@ def split_policy(
     devices: Sequence[torch.device],
     device_weights: Sequence[float] | None,
 ) -> SplitPolicy | AutoSplit:
-    """Return the rule for a number, None or ``"auto"``, as for ``SplitPolicy``."""
+    """Return the policy for a number, None or ``"auto"``, as for ``SplitPolicy``."""
     if gpu0_bsz == "auto" and device_weights is None:
         return AutoSplit(devices) if len(devices) > 1 else SplitPolicy(None, devices)
     if isinstance(gpu0_bsz, str):
         fact = "gpu0_bsz must be an integer, None or, without device_weights, 'auto'"
         raise ArgumentTypeError(f"{fact}, got {gpu0_bsz!r}")
-    # One device gets the whole batch, as the CPU of a machine on which a script is tried.
+    # One device gets the whole batch, such as the CPU when a script is tried out.
     return SplitPolicy(gpu0_bsz, devices, device_weights if len(devices) > 1 else None)
 
 

@@ -26,7 +26,7 @@ class Difference(NamedTuple):
     relative: float
     """The largest difference, divided by the largest absolute entry for the whole batch."""
     cause: str
-    """The likely cause, and what to do about it."""
+    """The likely cause, and a remedy if known."""
 
 
 @dataclass(frozen=True, slots=True)

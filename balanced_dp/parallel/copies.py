@@ -54,8 +54,8 @@ _sending = threading.Lock()
 """A lock to hold while sending tensors: several threads may call models on the same devices.
 
 NCCL launches kernels on one device after the other, and these kernels wait for each other. If,
-between two launches, another thread made one of their streams wait for another one of them, there
-would be a deadlock.
+between two launches, another thread made one of their streams wait for another of these streams,
+there would be a deadlock.
 """
 
 Copies = Mapping[torch.device, Sequence[torch.Tensor]]
@@ -297,7 +297,7 @@ class Receive(torch.autograd.Function):
     Autograd adds up the gradients from other devices on the stream of this node. The token that
     this node returns is an input of the nodes that send the next bucket. So the backward of this
     node runs only after all devices have sent the next bucket, too. By then the gradients of this
-    bucket have arrived. The stream that computes then adds them to the home's own gradients
+    bucket have arrived. The computing stream then adds them to the home's own gradients
     without waiting.
     """
 

@@ -25,7 +25,7 @@ class BalancedCriterion(nn.Module):
     of the whole batch. Each device computes the loss of its own chunk, so that large outputs, such
     as the logits of a vocabulary, are never gathered on one device. Losses are joined like those
     that a model returns; rows of losses are concatenated. If a loss may differ from that of the
-    whole batch, a warning names the loss. Anything but a ``PerDevice`` is passed to ``criterion``
+    whole batch, a warning names the loss. Outputs of other types are passed to ``criterion``
     unchanged, so that the same line works for a bare model.
 
     Outputs, targets and losses may be nested in tuples, dictionaries and dataclasses; a target may

@@ -11,7 +11,7 @@ A call goes through the files of this folder in this order::
 
 Backward goes the same way in reverse. ``Concatenate.backward`` in gather.py sends each device its
 part of the gradient. ``Broadcast.backward`` in copies.py, the file that copies parameters to the
-other devices, copies the gradients of these copies to the device of the parameter, where autograd
+other devices, brings the gradients of these copies to the device of the parameter, where autograd
 adds them up. Inside ``shared_weights()`` all calls use the same copies of the parameters.
 """
 
@@ -61,8 +61,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - ``device_ids`` may name devices of any type, and the same device twice: ``["cpu", "cpu"]``.
     - If the size of a tensor along ``dim`` is not the batch size, an error is raised;
       ``nn.DataParallel`` splits the tensor.
-    - Outputs may contain dataclasses. They may also contain strings, numbers and constants that
-      are equal on all replicas.
+    - Outputs may contain dataclasses, and strings, numbers and constants that are equal on all
+      replicas.
     - Worker threads have the caller's autocast dtype, inference mode and context variables.
     - A replica's exception is raised unwrapped, with a note that names the replica.
     - Lists that the replicas return with one entry for each sample are joined into one list.
@@ -109,7 +109,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     Attributes:
         chunk_sizes: how many samples each device got in the last call. It is None before the first
-            call, and always None with a single device.
+            call, and always with fewer than two devices.
         gathers_outputs, spread: the arguments ``gather`` and ``spread``.
 
     Shape:
@@ -185,7 +185,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._device_type = default_device_type() or ""
         self.device_ids = [self._id_of(device) for device in devices]
         self.src_device_obj = devices[0] if devices else None
-        where = "cpu" if output_device == -1 else output_device  # torch's name for the CPU
+        where = "cpu" if output_device == -1 else output_device  # torch's index of the CPU
         given = resolve_device(where) if devices and where is not None else None
         self.output_device = self._id_of(given or devices[0]) if devices else None
         self.module = module
@@ -242,7 +242,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
-        # Joining a single output needs no batch size, but a PerDevice has it as an attribute.
+        # Joining a single output needs no batch size, but a PerDevice's ``chunk_sizes`` do.
         batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
         call = self._new_call(devices, () if batch_size is None else [batch_size])
         return self._joined([output], call)
@@ -338,7 +338,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def device_weights(self) -> tuple[float, ...] | None:
-        """The weight of each device, as passed to the constructor; None if it was omitted."""
+        """The constructor's ``device_weights``; None if omitted, or with fewer than two devices."""
         return self._policy.device_weights
 
     def split(self, batch_size: int) -> tuple[int, ...]:

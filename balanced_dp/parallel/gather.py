@@ -190,7 +190,7 @@ def _differ(path: str, values: Sequence[Any], what: str) -> GatherError:
 
 
 class Concatenate(torch.autograd.Function):
-    """Concatenate on one device, without first copying each chunk there as torch.cat needs."""
+    """Concatenate on one device, without the copies of chunks there that torch.cat needs."""
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     first device, and each later run to the least full device, so that gradients arrive at all
     devices at once.
 
-    ``devices`` may name a device twice. A module that fits on no single device may be on the CPU.
+    ``devices`` may contain duplicates. A module that fits on no single device may be on the CPU.
     """
     devices = list(dict.fromkeys(devices))
     is_known = all(hasattr(torch.get_device_module(d), "get_device_properties") for d in devices)

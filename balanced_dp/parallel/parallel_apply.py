@@ -38,8 +38,8 @@ def parallel_apply(
         functions: the function of each call.
         arguments: the arguments of each call.
         devices: the device of each call; a device may repeat.
-        chunk_sizes: the number of samples of each call, if known. It is named in the note that is
-            added to an exception.
+        chunk_sizes: the number of samples of each call, if known. The note that is added to an
+            exception states it.
 
     Raises:
         BaseException: the exception of the failed call with the lowest index, after all calls have

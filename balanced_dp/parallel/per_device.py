@@ -24,9 +24,8 @@ _REMEDY = (
 class PerDevice(Scattered):
     """The result of a call with ``gather=False``: one output for each device that had samples.
 
-    It is a sequence of the outputs. Unless the model has ``scalar_outputs`` other than ``"auto"``,
-    a loss in each output has the value of the whole batch, so call ``backward`` on only one of
-    these losses.
+    It is a sequence of the outputs. If the model has ``scalar_outputs="auto"``, a loss in each
+    output has the value of the whole batch, so call ``backward`` on only one of these losses.
 
     Args:
         outputs: the output of each replica, on its device.
@@ -108,9 +107,8 @@ class PerDevice(Scattered):
                 with a batch dimension of size ``n``, or 0-dim tensors.
             *args: further positional arguments; tensors are split as the batch was.
             **kwargs: further keyword arguments; tensors are split in the same way.
-            scalar_outputs: how 0-dim results are joined. ``"auto"`` computes the value of the whole
-                batch; ``"mean"`` their mean, weighted by chunk size; ``"sum"`` their sum;
-                ``"stack"`` a vector of them.
+            scalar_outputs: how 0-dim results are joined, as in ``BalancedDataParallel``:
+                ``"auto"``, ``"mean"``, ``"sum"`` or ``"stack"``.
 
         Raises:
             ScatterError: an argument cannot be split as the batch was.

@@ -26,7 +26,7 @@ from .copies import Arrivals, ArrivingParameters
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The attributes in which a module stores what is registered; each replica has its own ones."""
+"""The attributes in which a module stores what is registered; each replica has its own."""
 
 _CARRIERS = (types.MethodType, functools.partial)
 """Types of hooks and ``forward`` attributes that may refer to modules.
@@ -190,7 +190,7 @@ class Replica:
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
                 own["_parameters"] = ArrivingParameters(plain, device, awaited)
                 self._arriving.append(own)
-        for rnn in self._rnns:  # flatten_parameters() in forward would else use the original's
+        for rnn in self._rnns:  # flatten_parameters() in forward would use the original's otherwise
             # A weight that forward computes, as in DropConnect, is not there yet.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 

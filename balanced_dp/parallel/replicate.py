@@ -114,7 +114,7 @@ def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> 
 def _buffers_of_replicas(
     devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
 ) -> list[Sequence[torch.Tensor]]:
-    """Return each replica's buffers. They are copies, except those on the first one's device."""
+    """Return each replica's buffers; only the first shares the originals on its device."""
     sent = copy_to([*dict.fromkeys(devices)], buffers)
     copies: list[Sequence[torch.Tensor]] = []
     for device in devices:
@@ -132,7 +132,7 @@ class Replicas(list[ModuleT]):
     """The replicas of one call, and their state before the call, to find what forward wrote.
 
     The first replica shares the module's tensors that are on the replica's device, and has copies
-    of all other tensors. ``bring_home`` copies to the module what it writes to these copies.
+    of all other tensors. ``bring_home`` copies to the module what this replica writes there.
 
     Args:
         blueprint: the blueprint of the module.

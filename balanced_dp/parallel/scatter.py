@@ -134,7 +134,7 @@ class Inputs:
     def _first(self, found: Named) -> tuple[str, Any]:
         """Return the path and value that determine the batch size: a tensor, if there is one.
 
-        Values named in ``split`` come last, because they may have several rows for each sample.
+        Among tensors, those named in ``split`` come last: they may have several rows per sample.
         """
 
         def rank(one: tuple[str, Any]) -> tuple[bool, bool]:
@@ -214,7 +214,7 @@ class Inputs:
         if len(sizes) == 1:
             return [move(tensor, devices[0])]
         # Chunks are copies. A view would keep the whole batch on its device while autograd needs
-        # the view, and an in-place operation on one view would count for all views.
+        # the view, and an in-place operation on one would change the version of all.
         parts = zip(tensor.split(lengths, self.dim), devices, strict=True)
         return [move(part, device, copy=True) for part, device in parts]
 

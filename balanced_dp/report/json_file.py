@@ -15,7 +15,7 @@ _REPORT = TypeAdapter(Report)
 
 
 def report_json(report: Report) -> str:
-    """Return the report as JSON. Sizes are integers in bytes, and lists in the order of devices."""
+    """Return the report as JSON, with memory in bytes, and values of devices in device order."""
     return _REPORT.dump_json(report, indent=2).decode() + "\n"
 
 

@@ -182,7 +182,7 @@ def device_table(report: Report) -> TextTable:
 def use_table(
     option: Option, budgets: Sequence[int] | None, even: Option | None = None, caption: str = ""
 ) -> TextTable:
-    """Return the breakdown of each device's peak; devices with equal breakdowns share a column.
+    """Return each device's breakdown at its peak; equal adjacent devices share a column.
 
     Args:
         option: the measured option.

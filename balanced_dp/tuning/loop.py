@@ -26,7 +26,7 @@ from ..split import split_batch
 from .options import Option, arguments_of
 
 _MANY = 10
-"""After more steps of the first optimizer, an iteration ends without waiting for the others."""
+"""Beyond this many steps of the first optimizer, an iteration waits for no others."""
 
 
 class StepsDone(SystemExit):
@@ -47,8 +47,8 @@ class Loop(AutoSplit):
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value. On
             emulated devices the search begins with the even split. There, a value takes turns with
             the even split, since the memory that a script holds may change while the script runs.
-            The first turn has two iterations, and each later turn has one more. So both splits meet
-            whatever the script does in every n-th iteration.
+            Turns have 2, 3, 4, ... iterations, so both splits meet whatever the script does in
+            every n-th iteration.
         devices: the devices of the loop.
         budgets: the bytes of each device that may be used, or None if they do not matter.
         num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
@@ -121,7 +121,7 @@ class Loop(AutoSplit):
         """Split the batches of a model.
 
         The devices of the first model become those of the loop. A model on only some of these
-        devices, or on all of them in another order, is split evenly. A model on other devices, or
+        devices, or on all of them in another order, splits evenly. A model on other devices, or
         on devices that repeat, keeps its own split.
         """
         if not 1 < len(model.devices) == len(set(self.devices).intersection(model.devices)):
@@ -175,7 +175,7 @@ class Loop(AutoSplit):
             self._peaks = Peaks(self.devices)  # needed even when the search is over
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the iteration that ends with a step of the first optimizer."""
+        """Note a step; if it ends an iteration, record the iteration."""
         if self._optimizer() is None:
             self._optimizer, self._needed = weakref.ref(optimizer), set()
             self._stepped = {id(optimizer)}

@@ -33,11 +33,11 @@ class Option:
     Attributes:
         gather: whether outputs are gathered; otherwise the loss is computed on each device.
         spread: whether parameters are spread over all devices.
-        gpu0_bsz: the most samples of device 0; None for no limit.
+        gpu0_bsz: maximum chunk size of device 0; None for no limit.
         device_weights: the weight of each device, or None.
         chunk_sizes: the chunk size of each device.
         peak_bytes: the peak of allocated bytes of each device, up to the failure if memory ran out.
-        uses: bytes by use of each device at its peak, as in ``memory_breakdown``.
+        uses: bytes of each device at its peak, by use, as in ``memory_breakdown``.
         seconds: wall time of the step, which means nothing on emulated devices.
         out_of_memory: the message of the error if memory ran out, or None.
         ran_out: the index of the device that ran out of memory, or None.
@@ -110,7 +110,7 @@ class Option:
 
 
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
-    """Return the option with the largest batch that fits, among those without further features.
+    """Return the option with the largest batch that fits, without features that ``option`` lacks.
 
     ``gpu0_bsz`` may differ from that of ``option``. The even split is allowed, too, and so is
     ``gpu0_bsz`` in place of weights.
@@ -125,10 +125,9 @@ def ranked(
 ) -> list[Option]:
     """Return the options that fit, the best first.
 
-    For the goal ``"batch"``, each option has its own largest batch; otherwise all have
-    ``batch_size`` samples.
     Of options that differ only in ``gpu0_bsz``, or only in the weights, the fastest and the least
-    full are considered. An option is left out if a better one has no additional features and is at
+    full with ``batch_size`` samples are considered, or for the goal ``"batch"`` the one with the
+    largest batch. An option is left out if a better one has no additional features and is at
     least as good in speed, utilization (to one percent) and largest batch.
     """
     kinds: dict[tuple[bool, ...], list[Option]] = {}

@@ -1,4 +1,4 @@
-"""The report of all measurements, with the choices, such as the best option, that outputs show."""
+"""The report of all measurements, and the choices that outputs show, such as the best option."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Mode = Literal["symbolic", "emulated", "real"]
 
 
 def mode_of(device: torch.device) -> Mode:
-    """Return how a device is measured: emulated, with shapes only or with values, or real."""
+    """Return how a device is measured: with shapes only, emulated with values, or real."""
     if is_symbolic(device):
         return "symbolic"
     return "emulated" if is_emulated(device) else "real"
@@ -117,7 +117,7 @@ class Report:
         failures: why an option could not be measured, by its arguments.
         wrapped_at: where a script wraps its model, as file:line and the line itself.
         is_trainer: whether a Trainer wraps the model.
-        notes: sentences about how a script ended.
+        notes: sentences about a script's run.
     """
 
     schema: int = SCHEMA
@@ -202,7 +202,7 @@ class Report:
 
     @property
     def even(self) -> Option | None:
-        """The even split of ``nn.DataParallel`` for the batch, None if it was not measured."""
+        """The even split with the first option's ``gather`` and ``spread``, None if unmeasured."""
         return self.even_like(self.options[0])
 
     def even_like(self, option: Option) -> Option | None:

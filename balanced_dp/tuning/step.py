@@ -33,7 +33,7 @@ def measure_step(
     devices: Sequence[torch.device],
     **options: Any,
 ) -> Option:
-    """Train for two steps, return the measurement of the second, as ``StepMeter.measure`` does."""
+    """Train for two steps, or ``num_steps``, and measure the last as ``StepMeter.measure`` does."""
     with StepMeter(workload, devices) as meter:
         return meter.measure(SplitPolicy(gpu0_bsz, devices).split(batch_size), **options)
 
@@ -82,7 +82,7 @@ class StepMeter:
 
     @property
     def smallest_chunk(self) -> int:
-        """The smallest chunk that a replica trains on."""
+        """The smallest chunk a replica can train on."""
         return smallest_chunk(self._trained[0])
 
     @property

@@ -1,4 +1,4 @@
-"""Measure the splits of a workload that the searches choose, and report them."""
+"""Measure the splits that the searches choose for a workload, and report them."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def tune(
     Args:
         workload: the workload to train.
         batch_size: samples in the whole batch.
-        devices: the devices or their number. By default all accelerators, or one emulated device
-            for each capacity, or four.
+        devices: the devices or their number. By default one for each capacity, all
+            accelerators, or four emulated ones.
         capacities: capacity of each device in bytes, which emulated devices may exceed. The default
             for accelerators is their own capacity. The default for emulated devices is the highest
             peak of the even split, rounded up to whole MiB.

@@ -40,7 +40,7 @@ class Workload:
         make_optimizer: a function that returns an optimizer, given the parameters.
         precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``, or None.
         name: the name in reports. By default it is the name given to ``find_workload``.
-        batch_size: a usual batch size.
+        batch_size: the default batch size.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -93,7 +93,7 @@ def find_workload(target: str) -> Workload:
     A function is named as ``package.module:function`` or ``folder/file.py:function``.
 
     Raises:
-        ArgumentError: If there is no such workload.
+        ArgumentError: If the workload cannot be made.
         ArgumentTypeError: If the function returns something else.
     """
     if target in BUILT_IN:

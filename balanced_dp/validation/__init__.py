@@ -1,4 +1,4 @@
-"""Check on the real devices of this machine what the tests check on substitutes for devices."""
+"""Check on this machine's devices what the tests check on stand-ins for them."""
 
 from .checks import Check, Validation, validate
 

@@ -101,8 +101,8 @@ def validate(
 
     Args:
         num_devices: number of devices, which are emulated if there are fewer GPUs. On a single GPU,
-            the number of replicas. By default, all GPUs are used. A single GPU gets four replicas;
-            without GPUs, four devices are emulated.
+            the number of replicas. By default, all GPUs, four replicas on a single GPU, or four
+            emulated devices without GPUs.
         emulate: whether to emulate devices even if there are GPUs.
         workload: the workload for memory and time, as for ``find_workload``.
         on_check: called with each check.

@@ -99,7 +99,7 @@ def composition_of(
                     found.kinds.add("mean")  # one node on all replicas, as of a joined loss
                 elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, bool(paths))
-                    # A summed cross entropy divided by the number of samples is such a mean.
+                    # A summed cross entropy divided by the number of samples is a ``"mean"``.
                     if kind == reduction:
                         found.parts.append((place, factors[0], paths))
                     else:
