@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections import UserDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -58,7 +58,7 @@ between two launches, another thread made one of their streams wait for another 
 there would be a deadlock.
 """
 
-Copies = Mapping[torch.device, Sequence[torch.Tensor]]
+Copies = dict[torch.device, list[torch.Tensor]]
 """For each device, copies of the same tensors in the same order."""
 
 
@@ -176,7 +176,7 @@ def copy_to(
     devices: Sequence[torch.device],
     tensors: Sequence[torch.Tensor],
     arrivals: Arrivals | None = None,
-) -> dict[torch.device, list[torch.Tensor]]:
+) -> Copies:
     """Return the tensors on each device, in order. Tensors already there are not copied.
 
     Between CUDA devices, tensors are copied in few pieces. NCCL, if torch has it, copies them to
@@ -207,11 +207,7 @@ def copy_to(
 
 
 @torch.no_grad()
-def _send(
-    tensors: dict[int, torch.Tensor],
-    copies: Mapping[torch.device, list[torch.Tensor]],
-    arrivals: Arrivals,
-) -> None:
+def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) -> None:
     """Fill in ``copies`` at the positions of ``tensors``. Copies in one bucket share memory."""
     buckets = fill_buckets(tensors, of_gradients=False)
     pieces = []  # uninitialized; their memory belongs to the current streams
@@ -334,9 +330,7 @@ class Broadcast(torch.autograd.Function):
         return None, None, *bring_to(ctx.home, gradients)
 
 
-def make_nodes(
-    copies: Mapping[torch.device, list[torch.Tensor]], parameters: Sequence[torch.Tensor]
-) -> None:
+def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
     """Make copies the outputs of autograd nodes."""
     # Since 2.9, torch warns about gradients that come from streams of other devices. Here they are
     # intended.

@@ -72,7 +72,13 @@ class BalancedCriterion(nn.Module):
         split: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        self.criterion = module = as_module(criterion)
+        if not callable(criterion) or isinstance(criterion, type):
+            made = f"; make one: {criterion.__name__}()" if isinstance(criterion, type) else ""
+            raise ArgumentTypeError(
+                f"criterion must be a module or a function, got {criterion!r}{made}"
+            )
+        module = criterion if isinstance(criterion, nn.Module) else _Function(criterion)
+        self.criterion = module
         check_options("auto", loss_weight)
         self.loss_weight = loss_weight
         self._function = module.function if isinstance(module, _Function) else module.forward
@@ -94,29 +100,17 @@ class BalancedCriterion(nn.Module):
             return outputs._run(replicas, inputs, call)
 
 
-def as_module(criterion: Any) -> nn.Module:
-    """Return a criterion as a module.
-
-    Raises:
-        ArgumentTypeError: ``criterion`` is neither a module nor a function.
-    """
-    if isinstance(criterion, nn.Module):
-        return criterion
-    if not callable(criterion) or isinstance(criterion, type):
-        made = f"; make one: {criterion.__name__}()" if isinstance(criterion, type) else ""
-        raise ArgumentTypeError(
-            f"criterion must be a module or a function, got {criterion!r}{made}"
-        )
-    if isinstance(criterion, functools.partial) and not criterion.args:
-        return _Function(criterion.func, criterion.keywords)
-    return _Function(criterion, {})
-
-
 class _Function(nn.Module):
-    """A function as a module. Tensors in its options become buffers, copied to each device."""
+    """A function as a module. Tensors among a partial's keywords become buffers.
 
-    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    They are copied to each device, as the buffers of a module are.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
+        options: Mapping[str, Any] = {}
+        if isinstance(function, functools.partial) and not function.args:
+            options, function = function.keywords, function.func
         self.function = function
         self._options = {n: v for n, v in options.items() if not isinstance(v, torch.Tensor)}
         for name in options.keys() - self._options.keys():

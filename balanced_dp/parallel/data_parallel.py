@@ -256,10 +256,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return call if call and call.history is self._history else None
 
     def scatter(
-        self,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        device_ids: DeviceIds,
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: DeviceIds
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """Return the positional and the keyword arguments for each device, split as in a call."""
         found = self._inputs(inputs, kwargs or {})
@@ -279,10 +276,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return self._replicator.replicate(module, self._devices_of(device_ids), homes)
 
     def parallel_apply(
-        self,
-        replicas: Sequence[ModuleT],
-        inputs: Sequence[Any],
-        kwargs: Sequence[dict[str, Any]],
+        self, replicas: Sequence[ModuleT], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]
     ) -> list[Any]:
         """Return the output of each replica. Outside a call, replicas run on the first devices."""
         call = self._current_call or self._new_call(self.device_ids[: len(replicas)])

@@ -120,12 +120,7 @@ class PerDevice(Scattered):
         inputs = Inputs(function, (self, *args), kwargs, self.dim, warned=call.history.seen)
         return self._run([function] * len(self), inputs, call)
 
-    def _run(
-        self,
-        functions: Sequence[Callable[..., Any]],
-        inputs: Inputs,
-        call: Call,
-    ) -> Any:
+    def _run(self, functions: Sequence[Callable[..., Any]], inputs: Inputs, call: Call) -> Any:
         """Call a function for each output, on its device, and join the results."""
         devices, sizes = self.devices, call.chunk_sizes
         arguments = call.arguments = inputs.scatter(devices, sizes)

@@ -172,14 +172,11 @@ class Replica:
         for own, key, _, weak in self._bound:
             own[key] = weak
 
-    def begin(
-        self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals
-    ) -> None:
+    def begin(self, tensors: Sequence[torch.Tensor], arrivals: Arrivals) -> None:
         """Register the tensors of a call.
 
         Args:
-            tensors: a copy of each tensor, which may still be on its way.
-            device: their device.
+            tensors: a copy of each tensor, all on one device, which may still be on its way.
             arrivals: the events to wait for before a parameter is used.
         """
         for own, name, position in self._slots:
@@ -188,7 +185,7 @@ class Replica:
         for own in self.attributes if events else ():
             plain = own["_parameters"]
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
-                own["_parameters"] = ArrivingParameters(plain, device, awaited)
+                own["_parameters"] = ArrivingParameters(plain, tensors[0].device, awaited)
                 self._arriving.append(own)
         for rnn in self._rnns:  # flatten_parameters() in forward would use the original's otherwise
             # A weight that forward computes, as in DropConnect, is not there yet.

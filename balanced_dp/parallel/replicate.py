@@ -46,10 +46,7 @@ class Replicator:
         return Replicator, ()  # a copy of the model gets a new one
 
     def replicate(
-        self,
-        network: ModuleT,
-        devices: Sequence[torch.device],
-        homes: Sequence[torch.device] = (),
+        self, network: ModuleT, devices: Sequence[torch.device], homes: Sequence[torch.device] = ()
     ) -> Replicas[ModuleT]:
         """Return one replica for each device.
 
@@ -75,7 +72,7 @@ class Replicator:
             arrivals.wait()
         pairs = zip(devices, _buffers_of_replicas(devices, blueprint.buffers), strict=True)
         tensors = [[*copies[device], *own] for device, own in pairs]
-        return Replicas(*pool, devices, tensors, arrivals)
+        return Replicas(*pool, tensors, arrivals)
 
     @contextlib.contextmanager
     def running(self, replicas: Sequence[nn.Module]) -> Iterator[None]:
@@ -113,19 +110,17 @@ def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> 
 
 def _buffers_of_replicas(
     devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
-) -> list[Sequence[torch.Tensor]]:
-    """Return each replica's buffers; only the first shares the originals on its device."""
+) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield each replica's buffers; only the first shares the originals on its device."""
     sent = copy_to([*dict.fromkeys(devices)], buffers)
-    copies: list[Sequence[torch.Tensor]] = []
-    for device in devices:
+    for i, device in enumerate(devices):
         # The first replica on each device gets what was sent, the others get further copies.
         own = sent.pop(device, buffers)
-        if copies:
+        if i:
             pairs = zip(own, buffers, strict=True)
             own = [move(one, device, copy=True) if one is other else one for one, other in pairs]
         copy_attributes(buffers, own)
-        copies.append(own)
-    return copies
+        yield own
 
 
 class Replicas(list[ModuleT]):
@@ -137,7 +132,6 @@ class Replicas(list[ModuleT]):
     Args:
         blueprint: the blueprint of the module.
         waiting: the list of idle replicas, to which these are added after the call.
-        devices: the devices of the replicas.
         tensors: the tensors of each replica, in the order of the blueprint.
         arrivals: the events of the parameters that are still on their way.
     """
@@ -146,23 +140,21 @@ class Replicas(list[ModuleT]):
         self,
         blueprint: Blueprint,
         waiting: list[Replica],
-        devices: Sequence[torch.device],
         tensors: list[list[torch.Tensor]],
         arrivals: Arrivals,
     ) -> None:
         self._waiting, self._arrivals = waiting, arrivals
         self._replicas: list[Replica] = []
-        for own, device in zip(tensors, devices, strict=True):
+        for own in tensors:
             try:
                 replica = waiting.pop()
             except IndexError:  # none waits, or another thread has just taken the last one
                 replica = Replica(blueprint)
-            replica.begin(own, device, arrivals)
+            replica.begin(own, arrivals)
             self._replicas.append(replica)
         super().__init__(replica.modules[0] for replica in self._replicas)
         pairs = zip(blueprint.tensors, tensors[0], strict=True)
-        self._away = [(original, copy) for original, copy in pairs if copy is not original]
-        self._stamps = [_stamp(copy) for _, copy in self._away]
+        self._away = [(one, copy, _stamp(copy)) for one, copy in pairs if copy is not one]
 
     def wait(self) -> None:
         """Let the streams on which the replicas were made wait for all parameters."""
@@ -175,7 +167,7 @@ class Replicas(list[ModuleT]):
     @torch.no_grad()
     def bring_home(self) -> None:
         """Copy to the module what the first replica wrote to its copies of tensors."""
-        for (original, copy), stamp in zip(self._away, self._stamps, strict=True):
+        for original, copy, stamp in self._away:
             # Batch norm's kernels write statistics without incrementing the version of a buffer.
             is_written = _stamp(copy) != stamp or not isinstance(original, nn.Parameter)
             if copy.shape != original.shape:
@@ -189,7 +181,6 @@ class Replicas(list[ModuleT]):
         """Make the replicas available to the next call. The list is empty afterwards."""
         self.clear()
         self._away.clear()
-        self._stamps.clear()
         self._waiting.extend(filter(Replica.end, self._replicas))
         self._replicas.clear()
 

@@ -83,8 +83,7 @@ class Inputs:
                 self._warn(path, value, fact)
             elif all(_is_below(one, [path]) for one, _ in found) and _are_alike(value):
                 fact = f"of {len(value)} items, whose tensors are split along dim {self.dim}"
-                if isinstance(value, list):
-                    self._warn(path, value, fact, silence="a tuple in its place")
+                self._warn(path, value, fact, silence="a tuple in its place")
         path, value = self._first(found)
         if isinstance(value, torch.Tensor):
             return self._size(value, path)
@@ -260,8 +259,8 @@ def _length(value: Any) -> int | None:
 
 
 def _are_alike(value: Any) -> bool:
-    """Return whether a value is a list or tuple whose items are of one type and rank."""
-    is_list = isinstance(value, list | tuple)
+    """Return whether a value is a list whose items are of one type and rank."""
+    is_list = isinstance(value, list)
     return is_list and len({(type(item), getattr(item, "ndim", 0)) for item in value}) == 1
 
 

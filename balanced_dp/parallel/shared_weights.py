@@ -27,7 +27,7 @@ class ParameterCopies:
         """Held while a block begins, and while copies are made for all calls of a block."""
 
     def on(
-        self, devices: Iterable[torch.device], parameters: Sequence[torch.Tensor]
+        self, devices: Iterable[torch.device], parameters: list[torch.Tensor]
     ) -> tuple[Copies, Arrivals]:
         """Return the parameters on each device, and the events of their arrival.
 
@@ -41,7 +41,7 @@ class ParameterCopies:
             RuntimeError: inside ``shared``, a trained parameter was changed, or a parameter was
                 replaced, frozen or unfrozen.
         """
-        result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
+        result = dict.fromkeys(devices, parameters)
         homes = {parameter.device for parameter in parameters}
         away = [device for device in result if homes - {device}]
         arrivals = Arrivals()
@@ -73,7 +73,7 @@ class _Block:
     """The copies that all calls inside ``ParameterCopies.shared`` use."""
 
     def __init__(self) -> None:
-        self._copies: dict[torch.device, list[torch.Tensor]] = {}
+        self._copies: Copies = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         """The streams on which the copies were made."""
         self._versions: dict[torch.Tensor, int | None] = {}
@@ -114,7 +114,7 @@ def _copied(
     parameters: Sequence[torch.Tensor],
     has_gradients: bool,
     arrivals: Arrivals | None = None,
-) -> dict[torch.device, list[torch.Tensor]]:
+) -> Copies:
     """Return copies on each device, as ``copy_to`` does, with the attributes of the originals."""
     # Tensors made in inference mode could not be used by calls outside of it.
     with torch.inference_mode(False), torch.no_grad():

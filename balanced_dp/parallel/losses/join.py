@@ -185,7 +185,7 @@ class Call:
         """What ``loss_weight`` returns for each replica; empty without it."""
         if self.loss_weight is None:
             return []
-        return [weight_of_chunk(self.loss_weight, self.function, *own) for own in self.arguments]
+        return [weight_of_chunk(self.loss_weight, self.function, own) for own in self.arguments]
 
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
         """Warn once that an output, or the whole result, may differ from that of the whole batch.

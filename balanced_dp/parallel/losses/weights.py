@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError, ArgumentTypeError
 from ...torch_versions import run_at_once
-from ..nested import described, named_arguments, parameters
+from ..nested import Arguments, described, named_arguments, parameters
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 """How 0-dim outputs are joined, as in ``BalancedDataParallel``."""
@@ -70,10 +70,7 @@ def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
 
 
 def weight_of_chunk(
-    loss_weight: Callable[..., Any],
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    loss_weight: Callable[..., Any], function: Callable[..., Any], arguments: Arguments
 ) -> Any:
     """Return the weight of a chunk: a number, a 0-dim tensor, or a dictionary of these.
 
@@ -81,13 +78,12 @@ def weight_of_chunk(
         loss_weight: the function that returns the weight. It is called with the arguments of
             ``function`` that have the names of its own parameters.
         function: the function that computes the losses.
-        args: the positional arguments of ``function`` for the chunk.
-        kwargs: the keyword arguments of ``function`` for the chunk.
+        arguments: the arguments of ``function`` for the chunk.
 
     Raises:
         ArgumentError: the call lacks an argument, or the result is not a number of at least 0.
     """
-    named = dict(named_arguments(function, args, kwargs))
+    named = dict(named_arguments(function, *arguments))
     names = [n for n, p in parameters(loss_weight).items() if n in named or p.default is p.empty]
     if not named.keys() >= {*names}:
         raise ArgumentError(
