@@ -99,8 +99,8 @@ def rows(output: Tensor) -> Tensor:
     return output.square().mean(1)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    return (values * mask).sum() / mask.sum()
+def masked_mean(values: Tensor, mask: Tensor, least: int = 0) -> Tensor:
+    return (values * mask).sum() / mask.sum().clamp(min=least)
 
 
 def summed(output: Tensor, labels: Tensor) -> Tensor:
@@ -229,6 +229,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     "entries by a buffer": lambda n, x, o: (rows(o) / n.temperature).mean(),
     "minus half a sum": lambda n, x, o: -0.5 * o.square().sum(),
     "masked, by an argument": lambda n, x, o, mask, items: (rows(o) * mask).sum() / items,
+    "masked": lambda n, x, o, mask: masked_mean(rows(o), mask),
+    "masked, none in a chunk": lambda n, x, o, holes: masked_mean(rows(o), holes == 1).view(1),
+    "masked tokens": lambda n, x, o, token_mask: masked_mean(rows(o)[:, None], token_mask, 1),
     # Others.
     "mean in a checkpoint": lambda n, x, o, real: checkpoint(
         lambda o: 2 * F.mse_loss(o, real), o, use_reentrant=False, preserve_rng_state=False
@@ -257,7 +260,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
         for name, count in DIVISORS.items()
     },
-    "masked": lambda n, x, o, mask: masked_mean(rows(o), mask),
     "half a masked mean": lambda n, x, o, holes: (
         masked_mean(rows(o), holes) / 2 + rows(o).new_ones(())
     ),

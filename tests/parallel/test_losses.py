@@ -311,7 +311,7 @@ def test_a_dictionary_of_weights_leaves_other_outputs_as_they_are():
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
-        (UNCLEAR["masked"], {"loss_weight": lambda mask: mask.sum()}),
+        (EXACT["masked"], {"loss_weight": lambda mask: mask.sum()}),
         (UNCLEAR["sum by a count"], {"loss_weight": lambda holes: holes.sum()}),
         (UNCLEAR["selected"], {"loss_weight": lambda holes: holes.sum()}),
         (UNCLEAR["scaled entries"], {"scalar_outputs": "sum"}),
@@ -388,7 +388,7 @@ def test_a_masked_mean_in_a_checkpoint_is_not_computed_again():
 
     model, _ = make(lambda n, x, o, mask: checkpoint(masked, o, mask, use_reentrant=False))
     with pytest.warns(BalanceWarning, match="it uses Div"):
-        model(**given_to(UNCLEAR["masked"]))
+        model(**given_to(EXACT["masked"]))
     assert sorted(calls) == sorted(model.chunk_sizes)
 
 

@@ -10,6 +10,7 @@ samples, and cross entropies.
 Between the loss and its reductions, terms may only be added up, multiplied by Python numbers, and
 divided by arguments of the call. No value is read from a device, and no user code is run again. The
 graphs of the replicas are followed side by side: they differ only in the number of samples.
+``masked_mean_of`` finds a loss that is a sum of products with a mask, divided by another tensor.
 
 Beyond the reductions, towards the inputs, ``how_samples_mix`` looks for operators that compute
 samples of a chunk from each other.
@@ -118,6 +119,28 @@ def composition_of(
     if found.unclear:
         found.kinds = {"mean"}
     return found
+
+
+def masked_mean_of(loss: Tensor, size: int) -> list[Any]:
+    """Return the last node, the divisor and the mask of ``(entries * mask).sum() / divisor``.
+
+    The result is empty if the loss is computed in another way, or the mask is not one of ``size``
+    samples.
+    """
+    node, saved, nodes = loss.grad_fn, list[Any](), list[Any]()
+    with looking_at_nodes, contextlib.suppress(UnclearError):
+        for name in ("Div", "Sum", "Mul"):
+            while node and _KEEPS.fullmatch(_operator_name(node)):
+                node = node.next_functions[0][0]
+            if not node or _operator_name(node) != name:
+                return []
+            saved += _saved(node, "other"), _saved(node, "self")
+            nodes.append(node)
+            rank, node = len(_shape_of(node)), node.next_functions[0][0]
+    constants = [one for one in saved if isinstance(one, Tensor) and not one.requires_grad]
+    # A factor that is broadcast over the samples is no mask of them.
+    is_mask = len(constants) == 2 and constants[1].dim() == rank and not constants[1].numel() % size
+    return [nodes[0], *constants] if is_mask else []
 
 
 def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:

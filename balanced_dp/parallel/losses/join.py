@@ -10,6 +10,9 @@ The values of the c_ik are known, so m_i is computed by subtracting the a_k c_ik
 and the c_ik, may also be sums, which are added up. If a loss contains anything else, this part is
 averaged with the n_i as weights, with one warning.
 
+A masked mean is weighted by the sum of its mask. In the first call, it is checked that this is the
+divisor, unless the mask is empty.
+
 In a call without gradients, a cross entropy is joined by its counts, and any other output is joined
 as in the last call with gradients. Before the first call with gradients, the values show which
 outputs are multiples of a cross entropy.
@@ -30,12 +33,12 @@ from ...emulation.machine import is_symbolic
 from ...errors import warn
 from .. import nested
 from .cross_entropy import Counted, ignore_if_empty, memory_of
-from .graph import Composition, are_equal, composition_of, how_samples_mix
+from .graph import Composition, are_equal, composition_of, how_samples_mix, masked_mean_of
 from .weights import ScalarOutputs, Tensors, joined, weight_of_chunk
 
 _REMEDY = (
     "Return its parts to combine them outside, or rows (with squeeze(-1), not squeeze()), or give "
-    "loss_weight (for masked means) or scalar_outputs: see docs/loss.md"
+    "loss_weight or scalar_outputs: see docs/loss.md"
 )
 _NOT_SHOWN = "no call with gradients and the same arguments has shown how it is computed"
 
@@ -57,6 +60,7 @@ class OutputHistory:
     """
 
     losses: dict[Any, tuple[Composition, Any]] = field(default_factory=dict)
+    masked: dict[Any, bool] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
@@ -105,11 +109,13 @@ class Call:
         """
         sizes, key = self.chunk_sizes or (1,) * len(outputs), (self._code, name)
         self.history.seen.add(key)
-        given = [w.get(name) if isinstance(w, Mapping) else w for w in self._given_weights]
+        is_read = self.counted and not is_symbolic(outputs[0].device)
+        given: list[Any] = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
+        given = given or (self._counts_of(outputs, key) if is_read else [])
         if given and all(weight is not None for weight in given):
             ignore_if_empty([output.grad_fn for output in outputs], given)
             return joined(outputs, given, device)
-        if not self.counted or is_symbolic(outputs[0].device):
+        if not is_read:
             return joined(outputs, sizes, device)
         rows = list(zip(*self.counted, strict=False))
         loss = self._composition_of(outputs, key, rows)
@@ -128,6 +134,20 @@ class Call:
             outputs = [o - value.to(o.dtype) for o, value in zip(outputs, values, strict=True)]
             total = total + joined(values, weights[place], device)
         return total + joined(outputs, None if loss.kinds == {"sum"} else sizes, device)
+
+    def _counts_of(self, outputs: Tensors, key: Any) -> list[Tensor]:
+        """Return how many entries the mask of each masked mean selects; empty for other losses.
+
+        The first call waits for values, to see that the divisors are these numbers.
+        """
+        found, known = [*map(masked_mean_of, outputs, self.chunk_sizes)], self.history.masked
+        if all(found) and key not in known:
+            known[key] = all(_is_count(divisor, mask) for _, divisor, mask in found)
+        if not all(found) or not known[key]:
+            return []
+        counts = [mask.sum() for *_, mask in found]
+        ignore_if_empty([node for node, *_ in found], counts)
+        return counts
 
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output of the first replica is a number, and not a row of one sample.
@@ -181,7 +201,7 @@ class Call:
         return next(same, "")
 
     @functools.cached_property
-    def _given_weights(self) -> list[Any]:
+    def _weights(self) -> list[Any]:
         """What ``loss_weight`` returns for each replica; empty without it."""
         if self.loss_weight is None:
             return []
@@ -259,6 +279,13 @@ class Call:
 def has_means(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor of a dtype that has means, as losses are."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _is_count(divisor: Tensor, mask: Tensor) -> bool:
+    """Return whether a divisor counts the entries that a mask of 0 and 1 selects, or is clamped."""
+    count, squares = mask.sum(), (mask * mask).sum()
+    is_close = torch.isclose(divisor.double(), count.double()).all()
+    return bool((count == squares) & (is_close | (count == 0)))
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
