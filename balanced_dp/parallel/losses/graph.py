@@ -139,8 +139,9 @@ def masked_mean_of(loss: Tensor, size: int) -> list[Any]:
             rank, node = len(_shape_of(node)), node.next_functions[0][0]
     constants = [one for one in saved if isinstance(one, Tensor) and not one.requires_grad]
     # A factor that is broadcast over the samples is no mask of them.
-    is_mask = len(constants) == 2 and constants[1].dim() == rank and not constants[1].numel() % size
-    return [nodes[0], *constants] if is_mask else []
+    if len(constants) < 2 or not constants[1].dim() == rank > 0 or constants[1].shape[0] % size:
+        return []
+    return [nodes[0], *constants]
 
 
 def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
