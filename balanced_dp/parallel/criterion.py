@@ -96,7 +96,7 @@ class BalancedCriterion(nn.Module):
         options = dim, self.broadcast, self.split, self._history.seen
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
         call = Call(self._history, self._function, devices, sizes, dim, "auto", self.loss_weight)
-        with self._replicator.running(replicas):
+        with replicas.running():
             return outputs._run(replicas, inputs, call)
 
 

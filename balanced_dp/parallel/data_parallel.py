@@ -18,7 +18,7 @@ adds them up. Inside ``shared_weights()`` all calls use the same copies of the p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -39,7 +39,7 @@ from .losses.weights import ScalarOutputs, check_options
 from .nested import check_paths
 from .parallel_apply import parallel_apply
 from .per_device import PerDevice
-from .replicate import ModuleT, Replicator
+from .replicate import ModuleT, Replicas, Replicator
 from .scatter import Inputs
 
 DeviceIds = Sequence[int | torch.device]
@@ -225,7 +225,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 args, keywords = self.scatter(inputs, kwargs, ids)
                 call.arguments = list(zip(args, keywords, strict=True))
                 replicas = self.replicate(self.module, ids)
-                with self._replicator.running(replicas):
+                with replicas.running() if isinstance(replicas, Replicas) else nullcontext():
                     outputs = self.parallel_apply(replicas, args, keywords)
                 joined = self._joined(outputs, call)
                 call.look_for_mixing(outputs)

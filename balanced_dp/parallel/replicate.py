@@ -74,23 +74,6 @@ class Replicator:
         tensors = [[*copies[device], *own] for device, own in pairs]
         return Replicas(*pool, tensors, arrivals)
 
-    @contextlib.contextmanager
-    def running(self, replicas: Sequence[nn.Module]) -> Iterator[None]:
-        """Context manager in which replicas run.
-
-        At its end, it copies to the module what the first replica has written, and recycles the
-        replicas. It does nothing if ``replicas`` is not a ``Replicas``.
-        """
-        if not isinstance(replicas, Replicas):
-            yield
-            return
-        try:
-            yield
-        finally:
-            replicas.wait()
-        replicas.bring_home()
-        replicas.recycle()
-
 
 def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> None:
     """Check that each tensor is on one of the devices.
@@ -127,7 +110,7 @@ class Replicas(list[ModuleT]):
     """The replicas of one call, and their state before the call, to find what forward wrote.
 
     The first replica shares the module's tensors that are on the replica's device, and has copies
-    of all other tensors. ``bring_home`` copies to the module what this replica writes there.
+    of all other tensors. ``running`` copies to the module what this replica writes there.
 
     Args:
         blueprint: the blueprint of the module.
@@ -156,6 +139,23 @@ class Replicas(list[ModuleT]):
         pairs = zip(blueprint.tensors, tensors[0], strict=True)
         self._away = [(one, copy, _stamp(copy)) for one, copy in pairs if copy is not one]
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager in which the replicas run.
+
+        At its end, it copies to the module what the first replica has written, and makes the
+        replicas available to the next call. The list is empty afterwards.
+        """
+        try:
+            yield
+        finally:
+            self.wait()
+        self._bring_home()
+        self.clear()
+        self._away.clear()
+        self._waiting.extend(filter(Replica.end, self._replicas))
+        self._replicas.clear()
+
     def wait(self) -> None:
         """Let the streams on which the replicas were made wait for all parameters."""
         self._arrivals.wait()
@@ -165,7 +165,7 @@ class Replicas(list[ModuleT]):
     __del__ = wait  # for a caller that has not waited
 
     @torch.no_grad()
-    def bring_home(self) -> None:
+    def _bring_home(self) -> None:
         """Copy to the module what the first replica wrote to its copies of tensors."""
         for original, copy, stamp in self._away:
             # Batch norm's kernels write statistics without incrementing the version of a buffer.
@@ -176,13 +176,6 @@ class Replicas(list[ModuleT]):
                 # Through .data, so that the version stays: backward may still need the tensor,
                 # and would raise an error if its version had changed.
                 original.data.copy_(copy)
-
-    def recycle(self) -> None:
-        """Make the replicas available to the next call. The list is empty afterwards."""
-        self.clear()
-        self._away.clear()
-        self._waiting.extend(filter(Replica.end, self._replicas))
-        self._replicas.clear()
 
 
 def _stamp(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage | None]:

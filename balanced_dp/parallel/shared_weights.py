@@ -88,7 +88,7 @@ class _Block:
         """
         versions = {
             # Writes to frozen parameters are allowed, since forward itself may write to them: see
-            # Replicas.bring_home.
+            # Replicas.running.
             p: p._version if p.requires_grad and not p.is_inference() else None
             for p in parameters
         }

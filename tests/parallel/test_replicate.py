@@ -179,7 +179,7 @@ def test_every_change_of_a_module_is_seen(drawn, grad):
                 assert all(map(operator.is_, *(module.parameters() for module in pair)))
             x = torch.randn(4, 3)
             before = describe(net, has_values=False)
-            with replicator.running(ours):
+            with ours.running():
                 for mine, theirs in zip(ours, fresh, strict=True):
                     torch.manual_seed(1)
                     found = mine(x, inside, i)
