@@ -334,7 +334,7 @@ class _Fused(torch.autograd.Function):
     Args:
         func: the operator.
         run: computes its outputs on the CPU.
-        num_kept: how many numbers the kernel saves for its backward pass.
+        num_kept: how many numbers the kernel saves besides inputs and output.
         inputs: the inputs of the operator, each a tensor or None.
     """
 

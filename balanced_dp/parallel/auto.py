@@ -109,8 +109,8 @@ class AutoSplit:
 
     Attributes:
         search: the search for the value.
-        batch_size: the size of the largest batch so far, which may be that of a loaded checkpoint;
-            0 before the first batch.
+        batch_size: the size of the largest training batch so far, which may be that of a loaded
+            checkpoint; 0 until there is one.
         num_iterations: the number of iterations that have ended.
         last_split: the chunk sizes of the last call; empty before the first call.
 

@@ -319,8 +319,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets.
 
-        With ``"auto"``, this is the value for the largest batch so far, which may be that of a
-        loaded checkpoint. It is None before the first batch. Reading the attribute also checks
+        With ``"auto"``, this is the value for the largest training batch so far, which may be that
+        of a loaded checkpoint. It is None until there is one. Reading the attribute also checks
         whether memory has run out. The attribute may be set to any value that the constructor
         accepts.
         """

@@ -153,9 +153,9 @@ class Inputs:
             return self._chunks(value, path, split)
         if isinstance(value, Scattered):
             if value.devices != tuple(devices) or (sizes and value.chunk_sizes != tuple(sizes)):
-                call = f"splits {tuple(sizes)}" if sizes else "does not split"
+                call = f"has chunks {tuple(sizes)}" if sizes else "splits nothing"
                 call += f" on {', '.join(map(str, devices))}"
-                raise _error(path, f"is {value!r}, but this call {call}; call gather() first")
+                raise _error(path, f"is {value!r}, but this call {call}; pass its gather()")
             return list(value)
         if sizes and path in self.split and value is not None:
             lengths = self._lengths(length := self._entries(value, path), path, sizes)

@@ -185,7 +185,7 @@ def use_table(
     """Return each device's breakdown at its peak; equal adjacent devices share a column.
 
     Args:
-        option: the measured option.
+        option: the option shown.
         budgets: the bytes of each device that may be used, or None if they do not matter.
         even: the even split to compare with. It is not shown if it ran out of memory or equals
             the split of ``option``.

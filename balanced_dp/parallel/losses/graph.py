@@ -192,7 +192,7 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     """Return whether a multiple of a reduction is a mean over samples or a sum.
 
     Args:
-        name: which reduction it is.
+        name: the reduction, such as ``"mean"``.
         factors: the number that multiplies it on each replica.
         sizes: the chunk sizes.
         is_divided: whether an argument divides it.
