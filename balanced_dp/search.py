@@ -31,7 +31,7 @@ VARIES = 0.01
 """Peaks vary if they differ by more than this fraction. Gradient buckets change them by less."""
 
 _ROUNDING = 1e-6
-"""The error of a number that is computed in floating point."""
+"""Added to a guess, since rounding errors may lower it."""
 
 Split = tuple[int, ...]
 """The chunk sizes of a batch."""

@@ -31,7 +31,7 @@ from .tensor import PROVISIONAL, EmulatedTensor, set_label
 
 @contextmanager
 def patched(machine: Machine) -> Iterator[None]:
-    """Let torch use the devices of ``machine``, inside a ``with`` block, as it uses CUDA's."""
+    """Context manager in which torch uses the devices of ``machine`` like CUDA devices."""
     register_kernels()
     register_casts()
     if not hasattr(torch, DEVICE_TYPE):

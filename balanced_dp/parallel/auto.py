@@ -35,7 +35,8 @@ class SplitPolicy:
         device_weights: if given, batches are split in proportion to them.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid, or the arguments conflict.
+        ArgumentError: an argument is out of its range, or the arguments conflict.
+        ArgumentTypeError: an argument has a wrong type.
     """
 
     def __init__(

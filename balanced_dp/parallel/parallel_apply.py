@@ -28,9 +28,9 @@ def parallel_apply(
 
     Calls for the first device run in the calling thread; each other device has a thread for its
     calls. If there are several emulated devices, the first one has a thread, too. Calls on the same
-    device run one after the other, since they share the device's random number generator, which
-    activation checkpointing rewinds. Each call has the caller's grad mode, inference mode, autocast
-    state and current streams. Calls in other threads have a copy of the caller's context variables.
+    device run one after the other, so that activation checkpointing can replay the random numbers
+    of each. Each call has the caller's grad mode, inference mode, autocast state and current
+    streams. Calls in other threads have a copy of the caller's context variables.
 
     After Ctrl-C, the function does not wait for the other replicas: it abandons them.
 

@@ -88,7 +88,7 @@ class Workload:
 
 
 def find_workload(target: str) -> Workload:
-    """Return the built-in workload named ``target``, or the result of the function that it names.
+    """Return the built-in workload ``target``, or the result of the function named by ``target``.
 
     A function is named as ``package.module:function`` or ``folder/file.py:function``.
 
