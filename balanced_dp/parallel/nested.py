@@ -31,10 +31,9 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def named_arguments(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[tuple[str, Any]]:
+def named_arguments(function: Callable[..., Any], arguments: Arguments) -> list[tuple[str, Any]]:
     """Return the name and value of each argument. Positional ones are named by the parameters."""
+    args, kwargs = arguments
     known = parameters(function).values()
     names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in known if p.kind is p.VAR_POSITIONAL), "inputs")

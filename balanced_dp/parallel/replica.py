@@ -67,7 +67,12 @@ class Blueprint:
     def __init__(self, network: nn.Module) -> None:
         self.modules = list(network.modules())
         for module in self.modules:
-            _check_replicable(module)
+            if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+                raise RuntimeError(
+                    f"a {type(module).__name__} that was compiled in place or scripted cannot be "
+                    "replicated, because its code is bound to the original; wrap "
+                    "torch.compile(module), or the module before it was scripted"
+                )
         parameters, buffers = self._members("_parameters"), self._members("_buffers")
         self.parameters: list[torch.Tensor] = list(dict.fromkeys(p for *_, p in parameters))
         self.tensors = list(dict.fromkeys([*self.parameters, *(b for *_, b in buffers)]))
@@ -281,12 +286,3 @@ def _replicates_itself(module: nn.Module) -> bool:
     The override of ``nn.RNNBase`` does not count, since ``Replica`` sets the flat weights itself.
     """
     return type(module)._replicate_for_data_parallel not in _DEFAULTS
-
-
-def _check_replicable(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
-        raise RuntimeError(
-            f"a {type(module).__name__} that was compiled in place or scripted cannot be "
-            "replicated, because its code is bound to the original; wrap "
-            "torch.compile(module), or the module before it was scripted"
-        )

@@ -55,8 +55,8 @@ class Inputs:
     """
 
     function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     dim: int = 0
     broadcast: Collection[str] = ()
     split: Collection[str] = ()
@@ -117,7 +117,7 @@ class Inputs:
         return [(tuple(r[:count]), dict(zip(self.kwargs, r[count:], strict=True))) for r in rows]
 
     def _named(self) -> Named:
-        return nested.named_arguments(self.function, self.args, self.kwargs)
+        return nested.named_arguments(self.function, (self.args, self.kwargs))
 
     def _all_to_split(self, inputs: Named) -> Iterator[tuple[str, Any]]:
         for path, value in inputs:

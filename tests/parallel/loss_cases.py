@@ -231,6 +231,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "masked, by an argument": lambda n, x, o, mask, items: (rows(o) * mask).sum() / items,
     "masked": lambda n, x, o, mask: masked_mean(rows(o), mask),
     "masked, none in a chunk": lambda n, x, o, holes: masked_mean(rows(o), holes == 1).view(1),
+    "masked, by length": lambda n, x, o, mask: (rows(o) * mask).sum() / len(x),
+    "masked, all empty": lambda n, x, o, mask: masked_mean(rows(o), 0 * mask, 1),
     "masked tokens": lambda n, x, o, token_mask: masked_mean(rows(o)[:, None], token_mask, 1),
     # Others.
     "mean in a checkpoint": lambda n, x, o, real: checkpoint(

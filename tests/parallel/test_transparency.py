@@ -18,6 +18,11 @@ from balanced_dp.parallel import copies, nested
 from ..devices import DISTINCT, KINDS, open_devices
 from ..modules import CASES, Lambda
 
+
+def slow(parameter):
+    return pytest.param(parameter, marks=pytest.mark.slow)
+
+
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10, "check_device": False}
 
 
@@ -62,9 +67,7 @@ def check_transparent(case, devices, batch_size, values, spread=False):
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:.*it uses Pow")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize(
-    "num_devices", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
-)
+@pytest.mark.parametrize("num_devices", [4, *map(slow, (1, 2))])
 def test_outputs_and_gradients_are_those_of_the_module(case, num_devices, kind):
     """What failed before, in balanced forks or in nn.DataParallel: batches smaller than the number
     of devices or of fewer chunks, a first device without samples, a single device, calls with
@@ -229,9 +232,7 @@ SETTINGS = [
     ("kind", "gpu0_bsz", "streams", "where", "options"), [s for s in SETTINGS if s[0] in KINDS]
 )
 @pytest.mark.parametrize("train", [steps, accumulated, some_only])
-@pytest.mark.parametrize(
-    "name", ["tied", *(pytest.param(n, marks=pytest.mark.slow) for n in LOSSES if n != "tied")]
-)
+@pytest.mark.parametrize("name", ["tied", *map(slow, [*LOSSES][1:])])
 def test_training_is_that_of_the_module(
     name, train, gpu0_bsz, streams, where, options, devices, monkeypatch
 ):

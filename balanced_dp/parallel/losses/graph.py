@@ -121,27 +121,25 @@ def composition_of(
     return found
 
 
-def masked_mean_of(loss: Tensor, size: int) -> list[Any]:
+def masked_mean_of(loss: Tensor) -> list[Any]:
     """Return the last node, the divisor and the mask of ``(entries * mask).sum() / divisor``.
 
-    The result is empty if the loss is computed in another way, or the mask is not one of ``size``
-    samples.
+    The result is empty if the loss is computed in another way.
     """
-    node, saved, nodes = loss.grad_fn, list[Any](), list[Any]()
+    node, nodes = loss.grad_fn, list[Any]()
     with looking_at_nodes, contextlib.suppress(UnclearError):
         for name in ("Div", "Sum", "Mul"):
             while node and _KEEPS.fullmatch(_operator_name(node)):
                 node = node.next_functions[0][0]
             if not node or _operator_name(node) != name:
                 return []
-            saved += _saved(node, "other"), _saved(node, "self")
             nodes.append(node)
             rank, node = len(_shape_of(node)), node.next_functions[0][0]
+        saved = [_saved(node, own) for node in nodes for own in ("other", "self")]
     constants = [one for one in saved if isinstance(one, Tensor) and not one.requires_grad]
-    # A factor that is broadcast over the samples is no mask of them.
-    if len(constants) < 2 or not constants[1].dim() == rank > 0 or constants[1].shape[0] % size:
-        return []
-    return [nodes[0], *constants]
+    factors = [_operator_name(own) for own, _ in nodes[-1].next_functions if own]
+    is_mask = len(constants) == 2 and constants[1].dim() == rank > 0 and "Mul" not in factors
+    return [nodes[0], *constants] if is_mask else []
 
 
 def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:

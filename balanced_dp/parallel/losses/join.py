@@ -10,8 +10,8 @@ The values of the c_ik are known, so m_i is computed by subtracting the a_k c_ik
 and the c_ik, may also be sums, which are added up. If a loss contains anything else, this part is
 averaged with the n_i as weights, with one warning.
 
-A masked mean is weighted by the sum of its mask. In the first call, it is checked that this is the
-divisor, unless the mask is empty.
+Otherwise, a masked mean is weighted by the sums of its masks. These are compared with the divisors,
+until a batch has entries of both kinds.
 
 In a call without gradients, a cross entropy is joined by its counts, and any other output is joined
 as in the last call with gradients. Before the first call with gradients, the values show which
@@ -109,17 +109,17 @@ class Call:
         """
         sizes, key = self.chunk_sizes or (1,) * len(outputs), (self._code, name)
         self.history.seen.add(key)
-        is_read = self.counted and not is_symbolic(outputs[0].device)
-        given: list[Any] = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
-        given = given or (self._counts_of(outputs, key) if is_read else [])
+        given = [w.get(name) if isinstance(w, Mapping) else w for w in self._given_weights]
         if given and all(weight is not None for weight in given):
             ignore_if_empty([output.grad_fn for output in outputs], given)
             return joined(outputs, given, device)
-        if not is_read:
+        if not self.counted or is_symbolic(outputs[0].device):
             return joined(outputs, sizes, device)
         rows = list(zip(*self.counted, strict=False))
         loss = self._composition_of(outputs, key, rows)
         if loss.unclear:
+            if counts := self._counts_of(outputs, key, device):
+                return joined(outputs, counts, device)
             what = "All but its cross entropies" if loss.parts else "It"
             self.warn(name, loss.unclear, f"{what} is averaged by samples. {_REMEDY}")
         weights = [None if own[0].kind == "sum" else [one.count for one in own] for own in rows]
@@ -135,19 +135,33 @@ class Call:
             total = total + joined(values, weights[place], device)
         return total + joined(outputs, None if loss.kinds == {"sum"} else sizes, device)
 
-    def _counts_of(self, outputs: Tensors, key: Any) -> list[Tensor]:
+    def _counts_of(self, outputs: Tensors, key: Any, device: torch.device) -> list[Tensor]:
         """Return how many entries the mask of each masked mean selects; empty for other losses.
 
-        The first call waits for values, to see that the divisors are these numbers.
+        Calls wait for values up to the first one whose masks select some entries, but not all:
+        others do not show that the divisors are these numbers.
         """
-        found, known = [*map(masked_mean_of, outputs, self.chunk_sizes)], self.history.masked
-        if all(found) and key not in known:
-            known[key] = all(_is_count(divisor, mask) for _, divisor, mask in found)
-        if not all(found) or not known[key]:
+        found, known = [*map(masked_mean_of, outputs)], self.history.masked
+        masks = [own[-1] for own in found if own]
+        lengths = {*map(divmod, map(len, masks), self.chunk_sizes)}
+        may_be = known.get(key, max(self.chunk_sizes) > 1)
+        # A factor that is broadcast over the samples is no mask of them.
+        if not all(found) or not may_be or len(lengths) > 1 or lengths.pop()[1]:
             return []
-        counts = [mask.sum() for *_, mask in found]
-        ignore_if_empty([node for node, *_ in found], counts)
-        return counts
+        counts = torch.stack([mask.sum(dtype=torch.double).to(device) for mask in masks])
+        if key not in known:
+            is_partial = 0 < float(counts.sum()) < sum(map(Tensor.numel, masks))
+            is_masked = all(_is_count(divisor, mask) for _, divisor, mask in found)
+            # In chunks of one size, a mask of features selects as many entries in each.
+            is_alike = len({*self.chunk_sizes}) == len({*counts.tolist()}) == 1
+            if not is_masked or (is_partial and not is_alike):
+                known[key] = is_masked
+            if not is_masked or (is_partial and is_alike):
+                return []
+        # If all masks are empty, each loss is what the loss of the batch is: 0, or 0 / 0.
+        weights = [*counts.where(counts.any(), 1)]
+        ignore_if_empty([node for node, *_ in found], weights)
+        return weights
 
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output of the first replica is a number, and not a row of one sample.
@@ -201,7 +215,7 @@ class Call:
         return next(same, "")
 
     @functools.cached_property
-    def _weights(self) -> list[Any]:
+    def _given_weights(self) -> list[Any]:
         """What ``loss_weight`` returns for each replica; empty without it."""
         if self.loss_weight is None:
             return []
@@ -282,10 +296,10 @@ def has_means(value: object) -> TypeGuard[Tensor]:
 
 
 def _is_count(divisor: Tensor, mask: Tensor) -> bool:
-    """Return whether a divisor counts the entries that a mask of 0 and 1 selects, or is clamped."""
-    count, squares = mask.sum(), (mask * mask).sum()
-    is_close = torch.isclose(divisor.double(), count.double()).all()
-    return bool((count == squares) & (is_close | (count == 0)))
+    """Return whether a divisor counts what a mask of 0 and 1 selects; true if that is nothing."""
+    count = mask.sum(dtype=torch.double)
+    is_close = (divisor.double() - count.to(divisor.dtype)).abs().max() < 1e-5
+    return torch.equal(mask * mask, mask) and bool(is_close | (count == 0))
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:

@@ -83,7 +83,7 @@ def weight_of_chunk(
     Raises:
         ArgumentError: the call lacks an argument, or the result is not a number of at least 0.
     """
-    named = dict(named_arguments(function, *arguments))
+    named = dict(named_arguments(function, arguments))
     names = [n for n, p in parameters(loss_weight).items() if n in named or p.default is p.empty]
     if not named.keys() >= {*names}:
         raise ArgumentError(
