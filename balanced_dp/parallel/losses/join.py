@@ -54,6 +54,7 @@ class OutputHistory:
         losses: by function and path of an output, the terms that it was the sum of in the last call
             with gradients, and the form of that call: the number of its cross entropies and the
             paths of its arguments.
+        masked: by function and path of an output, whether it is a masked mean, once this is known.
         seen: functions whose graphs were searched, with an even or an uneven split; outputs that
             were joined as numbers; and the subjects of earlier warnings, which are paths of inputs
             and descriptions of outputs.
