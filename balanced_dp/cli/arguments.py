@@ -1,4 +1,4 @@
-"""The arguments that several commands take, and their parsing."""
+"""The options and arguments that several commands take, and functions that parse their values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ Markdown = Annotated[Path | None, Option(metavar="FILE", help="Write Markdown; -
 def parse_capacities(
     memory: str | None, num_devices: int | None, emulate: bool
 ) -> list[int] | None:
-    """Return the capacity of each device; None if ``memory`` is None."""
+    """Return the capacity of each device in bytes; None if ``memory`` is None.
+
+    Args:
+        memory: the value of ``--memory``: one size for all devices, or a list with a size for each
+            device, separated by commas.
+        num_devices: the value of ``--devices``. None means all GPUs, or four emulated devices, if
+            ``memory`` is one size.
+        emulate: whether to emulate devices even if there are GPUs.
+
+    Raises:
+        ArgumentError: If a size cannot be parsed, or the number of sizes is not ``num_devices``.
+    """
     from ..emulation.fallback import accelerators
 
     if memory is None:
@@ -41,12 +52,12 @@ def parse_capacities(
 
 
 def parse_reserve(reserve: str | None) -> int | None:
-    """Return the bytes of each device to keep free; None if ``reserve`` is None."""
+    """Return the value of ``--reserve`` in bytes; None if ``reserve`` is None."""
     return None if reserve is None else parse_bytes(reserve, "--reserve")
 
 
 def parse_gpu0_bsz(value: str) -> int | Literal["auto"] | None:
-    """Return the value of ``gpu0_bsz``; None means the even split."""
+    """Return the value of ``--gpu0-bsz``: ``"auto"``, an integer, or None for ``"even"``."""
     if value == "auto":
         return "auto"
     if value != "even" and not value.isdecimal():
@@ -55,7 +66,10 @@ def parse_gpu0_bsz(value: str) -> int | Literal["auto"] | None:
 
 
 def parse_sweep(sweep: str | None) -> range:
-    """Return the values of ``gpu0_bsz`` to measure."""
+    """Return the values of ``gpu0_bsz`` that ``--sweep FIRST:LAST`` names, LAST included.
+
+    If ``sweep`` is None, return no values.
+    """
     if sweep is None:
         return range(0)
     first, _, last = sweep.partition(":")
@@ -69,7 +83,14 @@ STDOUT = Path("-")
 
 
 def check_outputs(*outputs: Path | None) -> None:
-    """Raise ArgumentError if two outputs go to one place, or a file cannot be written."""
+    """Check that no two outputs go to the same place, and that each file can be written.
+
+    None stands for an output that the user did not ask for.
+
+    Raises:
+        ArgumentError: If two outputs go to the same place, or if the path of an output is a folder
+            or is in a folder that does not exist.
+    """
     places = [path if path == STDOUT else path.resolve() for path in outputs if path is not None]
     for place in places:
         if places.count(place) > 1:

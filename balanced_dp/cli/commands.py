@@ -297,7 +297,7 @@ def validate(
     def show(what: object) -> None:
         console.print_text(output, str(what))
 
-    sys.path.insert(0, "")  # as for tune
+    sys.path.insert(0, "")  # the workload may be in the current folder
     result = run_checks(num_devices, emulate=emulate, workload=target, on_check=show)
     show(f"\n{result.verdict} ({result.devices})")
     console.write(json_file, console.as_json, asdict(result))
@@ -335,7 +335,11 @@ def demo(
 
 
 def _where(error: BaseException) -> str:
-    """Return the last line of an error's traceback outside of libraries."""
+    """Return text that says where an error was raised, such as `` at train.py:12``.
+
+    This is the last line of the error's traceback that is not in a library. If there is no such
+    line, return an empty text.
+    """
     from .script import is_library
 
     lines = traceback.extract_tb(error.__traceback__)
@@ -344,9 +348,10 @@ def _where(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Run the command line, and print errors as one line.
+    """Run the command ``balanced-dp``, and print an error as one line without a traceback.
 
-    The exit code is 1 if memory cannot be measured, and 2 for other errors.
+    The exit code is 1 if memory cannot be measured, and 2 after other errors of this library or if
+    the output cannot be written.
     """
     if sys.stderr is None:  # stderr is closed
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process

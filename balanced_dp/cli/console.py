@@ -1,4 +1,4 @@
-"""Print sentences and tables, and write files."""
+"""Print sentences and tables on the terminal, and write files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .arguments import STDOUT
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Return the console for results, on stderr if stdout has other output."""
+    """Return a console that prints on stdout, or on stderr if ``stderr`` is True."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     width = None if is_terminal else 160  # else tables are wrapped to the width of a terminal
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
@@ -39,7 +39,10 @@ def say(text: str) -> None:
 
 
 def rich_table(content: TextTable) -> Table:
-    """Return a table for 80 characters; the first column is left-aligned, others right-aligned."""
+    """Return ``content`` as a table of rich, laid out for a width of 80 characters.
+
+    The first column is left-aligned, and the other columns are right-aligned.
+    """
     name, *headers = content.headers
     # A header that is longer than "device 0" has two lines.
     numbers = ("\n".join(text.rsplit(" ", len(text) > 8)) for text in headers)
@@ -56,7 +59,7 @@ def rich_table(content: TextTable) -> Table:
 
 
 def print_parts(console: Console, parts: Iterable[Part]) -> None:
-    """Print sentences, lines to paste, and tables, each followed by an empty line."""
+    """Print sentences, lines of code, and tables, each followed by an empty line."""
     for part in parts:
         if isinstance(part, TextTable):
             console.print(part.title, style="bold", soft_wrap=True)
@@ -70,7 +73,13 @@ def print_parts(console: Console, parts: Iterable[Part]) -> None:
 
 
 def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None:
-    """Write the result of ``as_text`` if the user asked for a file or stdout."""
+    """Write the text that ``as_text(*content)`` returns.
+
+    Args:
+        path: the file to write, or ``STDOUT``. If it is None, nothing is written.
+        as_text: a function that returns the text. It is called only if the text is written.
+        *content: the arguments of ``as_text``.
+    """
     if path == STDOUT:
         sys.stdout.write(as_text(*content))
         sys.stdout.flush()
@@ -80,12 +89,21 @@ def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None
 
 
 def as_json(record: Any, indent: int | None = 2) -> str:
-    """Return a record as JSON text that ends with a newline."""
+    """Return ``record`` as JSON text that ends with a newline."""
     return json.dumps(record, indent=indent) + "\n"
 
 
 def show(report: Report, json_file: Path | None, html: Path | None, stderr: bool = False) -> None:
-    """Write the files of a report, and print its answer unless stdout is one of them."""
+    """Write a report to files, and print it as text and tables.
+
+    If the JSON or the HTML goes to stdout, the text and the tables are not printed.
+
+    Args:
+        report: the report.
+        json_file: the JSON file, or ``STDOUT``, or None for no JSON.
+        html: the HTML file, or ``STDOUT``, or None for no HTML.
+        stderr: whether to print the text and the tables on stderr.
+    """
     write(json_file, report_json, report)
     write(html, report_html, report)
     if STDOUT not in (json_file, html):

@@ -1,4 +1,4 @@
-"""Train a transformer on real text: on one device, split evenly, and balanced; show the runs."""
+"""Train a transformer on text: on one device, with the even split, and with a balanced split."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from ..tuning.tuner import tune
 from ..tuning.workload import Batch, Workload, character_batch, encoded_text, find_workload
 
 BATCH_SIZE = 32
-"""Samples in a batch."""
+"""The number of samples in a batch."""
 
 LOSS_TOLERANCE = 1e-4
-"""The largest allowed difference between losses at a step: float32 sums differ in their order."""
+"""The largest allowed difference between the losses of the runs at the same step.
+
+The losses differ slightly because the runs add up float32 numbers in different orders.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """Record a training run.
+    """Hold the results of one of the training runs of the demo.
 
     Attributes:
-        name: the name of its split.
-        measured: the measurement of the last step.
-        losses: the loss of each step.
+        name: the name of the run, such as ``"even split"``.
+        measured: the measurement of the last training step.
+        losses: the loss of each training step.
     """
 
     name: str
@@ -46,15 +49,23 @@ def run_demo(
     *,
     emulate: bool = False,
 ) -> tuple[Report, list[DemoRun]]:
-    """Return the report of tune on emulated devices, and the training runs.
+    """Search for the best split with ``tune``, train three times, and return the results.
 
-    The runs are on one device, with the even split, and balanced, in this order.
+    The first run uses one device, the second run the even split, and the third run ``gpu0_bsz``.
+    ``tune`` always runs on emulated devices.
 
     Args:
         num_devices: number of devices, at least 2; None means all GPUs, or four emulated devices.
-        steps: training steps of each run, at least 1.
-        gpu0_bsz: samples of device 0 in the last run; None means the value that ``tune`` finds.
+        steps: number of training steps of each run, at least 1.
+        gpu0_bsz: the most samples that device 0 gets in the third run; None means the value that
+            ``tune`` finds.
         emulate: whether to emulate devices even if there are two or more accelerators.
+
+    Returns:
+        The report of ``tune``, and the three runs.
+
+    Raises:
+        ArgumentError: If memory runs out in a run.
     """
     found = accelerators(num_devices, emulate)
     num = num_devices or len(found) or 4
@@ -78,13 +89,16 @@ def run_demo(
 
 
 def loss_difference(runs: Sequence[DemoRun]) -> float:
-    """Return the largest difference of the loss curves at any step."""
+    """Return the largest difference between the losses of any two runs at the same step."""
     steps = list(zip(*(run.losses for run in runs), strict=True))
     return float(max(max(losses) - min(losses) for losses in steps))
 
 
 def _workload() -> Workload:
-    """Return ``char-lm`` with the same weights and batches in each run."""
+    """Return the workload ``char-lm`` with fixed seeds.
+
+    So all runs have the same initial weights and the same batches.
+    """
     workload, (encoded, _) = find_workload("char-lm"), encoded_text()
     generator = torch.Generator().manual_seed(0)
 
@@ -99,7 +113,7 @@ def _workload() -> Workload:
 
 
 def answer(runs: Sequence[DemoRun]) -> Iterator[Part]:
-    """Yield a table with a column for each run, and sentences that compare them."""
+    """Yield a table with a column for each run, and sentences that compare the runs."""
     _, even, balanced = measured = [run.measured for run in runs]
     is_emulated = "rest" not in even.uses[0]
     uses = largest_uses((o.uses[0] for o in measured), 2**20 // 10) if is_emulated else []

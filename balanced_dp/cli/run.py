@@ -1,4 +1,4 @@
-"""Run a training script on GPUs or emulated devices, and report what it needs."""
+"""Run a training script on GPUs or emulated devices, and report the memory that it needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from . import console
 from .script import is_library, run_script
 
 _REPORTED = "80GiB"
-"""The capacity that emulated devices report to the script if none is given."""
+"""The capacity that emulated devices report to the script if the user gives no capacity."""
 
 
 def run_and_measure(
@@ -48,22 +48,25 @@ def run_and_measure(
         script: the file of the script, or the name of a module if ``is_module``.
         script_arguments: the command line of the script.
         is_module: whether to run a module, as ``python -m`` does.
-        gpu0_bsz: how batches are split, as for ``Loop``.
-        num_devices: number of devices; None means one for each capacity, all GPUs, or four emulated
-            ones.
+        gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
+            the most samples that device 0 gets, as in ``Loop``.
+        num_devices: number of devices. If ``capacities`` is given, there is one device for each
+            capacity instead. None means all GPUs if there are two or more, otherwise four emulated
+            devices.
         capacities: capacity of each emulated device in bytes, which it may exceed.
         reserve: bytes of each device to keep free, as in ``tune``.
-        steps: the number of training steps after which the script is ended.
+        steps: the number of training steps after which the script is ended; None means no limit.
         symbolic: whether emulated devices keep shapes only.
         emulate: whether to emulate devices even if there are GPUs.
-        goal: as in ``tune``.
+        goal: how the splits are ranked, as in ``tune``.
 
     Returns:
-        The script's exit code; the report, or None if no split was measured; and what to print if
-        there is no report.
+        The exit code of the script; the report, or None if no split was measured; and the sentences
+        and tables to print if there is no report.
 
     Raises:
-        ArgumentError: the devices cannot be opened or are too small.
+        ArgumentError: ``capacities`` is given, but the devices are not emulated; or a device is not
+            larger than ``reserve``; or an argument is out of its range.
     """
     num = num_devices if capacities is None else len(capacities)
     found = accelerators(num, emulate)
@@ -83,7 +86,7 @@ def run_and_measure(
         ) as devices,
     ):
         if not found:
-            # The script's tensors may outlive the context.
+            # The script's tensors may outlive the emulated devices.
             warnings.simplefilter("ignore", ResourceWarning)
             current_machine().ignore_capacities()
             current_machine().reads_unknown_as_nan = True
@@ -122,7 +125,7 @@ def run_and_measure(
 
 
 def _place(call: WrappedAt) -> str:
-    """Return where a script wraps a model, as ``file:line: source``."""
+    """Return a line of a script that wraps a model, as ``file:line: source``."""
     filename, line_number = call
     source = linecache.getline(filename, line_number).strip()
     with contextlib.suppress(SyntaxError):  # the file may have changed while it ran
@@ -136,7 +139,7 @@ def _place(call: WrappedAt) -> str:
 
 
 def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
-    """Return why there is no option to choose from."""
+    """Return a sentence that says why running the script has measured no splits to choose from."""
     if loop.last is None:
         return "Nothing was measured: the script ran no forward pass with gradients."
     if len(loop.devices) < 2:

@@ -19,7 +19,11 @@ INTERRUPTED = 130
 
 
 def check_script(name: str, is_module: bool) -> None:
-    """Raise ArgumentError if there is no such script."""
+    """Check that ``name`` is a file, unless it is the name of a module.
+
+    Raises:
+        ArgumentError: If ``is_module`` is False and ``name`` is not a file.
+    """
     if not is_module and not Path(name).is_file():
         kind = "a folder" if Path(name).is_dir() else "not a file"
         raise ArgumentError(f"{name} is {kind}; name a Python script, or a module after -m")
@@ -33,9 +37,10 @@ def is_library(filename: str) -> bool:
 
 
 def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:
-    """Run a script, or with ``is_module`` a module, as ``__main__``; return its exit code.
+    """Run a script, or a module if ``is_module``, as ``__main__``, and return its exit code.
 
-    An exception that the script does not catch is printed with the frames of the script.
+    If the script does not catch an exception, the traceback is printed. It begins with the first
+    frame of the script.
     """
     before = sys.argv, sys.path[:]
     sys.argv = [name, *arguments]

@@ -1,9 +1,10 @@
 """``emulate_devices(..., as_cuda=True)``: scripts see emulated devices under the name "cuda".
 
-A torch without CUDA refuses the device type "cuda". So tensors stay on ``DEVICE_TYPE``, and names
-are translated where Python code calls torch: functions translate their device arguments, emulated
-tensors report "cuda", and ``torch.cuda`` and ``torch.accelerator`` report on emulated devices.
-Modules and classes are patched, so the names hold in all threads.
+A torch without CUDA refuses the device type "cuda". So inside torch, emulated tensors keep the
+device type ``DEVICE_TYPE``, and device names are translated where Python code calls torch.
+Functions translate their device arguments, emulated tensors report "cuda" as their device type, and
+``torch.cuda`` and ``torch.accelerator`` describe the emulated devices. Torch's modules and classes
+are patched, so the translation works in all threads.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _Device = torch.device
 
 
 def to_emulated(device: Any) -> Any:
-    """Return the emulated device that ``device`` names, or ``device`` itself if it names none.
+    """Return ``device`` as a device of type ``DEVICE_TYPE`` if it is an int or has type "cuda".
+
+    Any other device is returned unchanged, except that a string becomes a ``torch.device``.
 
     Raises:
         EmulationError: the device does not exist.
@@ -45,16 +48,17 @@ def to_emulated(device: Any) -> Any:
 
 
 def to_named(device: torch.device) -> torch.device:
-    """Return an emulated device under its name "cuda"; return any other device as it is."""
+    """Return ``device`` with the type "cuda" if its type is ``DEVICE_TYPE``, else unchanged."""
     return _Device(CUDA, device.index) if device.type == DEVICE_TYPE else device
 
 
 def translating(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
-    """Return ``function`` with its device translated, and without ``pin_memory``.
+    """Return a wrapper of ``function`` that accepts emulated devices by the name "cuda".
 
-    The device is the keyword argument ``device`` or, if ``position`` is given, the positional
-    argument there. A factory that is called without a device gets the default device of the current
-    machine, if the machine has one.
+    The wrapper translates the keyword argument ``device`` with ``to_emulated``. If ``position`` is
+    given, it translates the positional argument at this position, too. The wrapper drops the
+    keyword argument ``pin_memory``. A factory, such as ``torch.empty``, that is called without the
+    keyword ``device`` gets the device that ``_default_device`` returns, unless that is None.
     """
     is_factory = function in default_device._device_constructors()
 
@@ -73,7 +77,11 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
 
 def _default_device() -> str | None:
-    """Return the current machine's default device, or None if torch's own is set."""
+    """Return the default device of the current ``Machine``, or None if it does not apply.
+
+    It does not apply if there is no machine, if the machine has no default device, or if the script
+    has set torch's own default device, for example by ``torch.set_default_device``.
+    """
     if not has_machine() or not current_machine().default_device:
         return None
     modes = torch.overrides._get_current_function_mode_stack()
@@ -84,7 +92,11 @@ def _default_device() -> str | None:
 def _stand_in(
     name: str, make: Callable[..., Any], is_instance: Callable[[Any], bool], **attributes: Any
 ) -> Any:
-    """Return a stand-in that creates and recognizes the instances of one of torch's classes."""
+    """Return a class that replaces one of torch's classes but never has instances itself.
+
+    A call of the class calls ``make``, and ``isinstance`` with the class calls ``is_instance``.
+    ``attributes`` become attributes of the class.
+    """
     special = {
         "__call__": lambda cls, *args, **kwargs: make(*args, **kwargs),
         "__instancecheck__": lambda cls, instance: is_instance(instance),
@@ -99,12 +111,12 @@ device = _stand_in(
     ),
     lambda instance: isinstance(instance, _Device),
 )
-"""A stand-in for ``torch.device`` that takes an int as the index of an emulated device."""
+"""A replacement of ``torch.device`` that accepts an int as the index of an emulated device."""
 
 
 # Tensors.
 
-# A property that torch's stubs declare as a plain attribute.
+# ``Tensor.device`` is a property, but torch's stubs declare a plain attribute.
 _device_of_tensor: Any = vars(torch._C.TensorBase)["device"]
 
 
@@ -139,7 +151,7 @@ def _new(self: torch.Tensor, *args: Any) -> torch.Tensor:
     return legacy_tensor(self.dtype, self.device, args)
 
 
-# torch.cuda.FloatTensor and the like: deprecated, and still called by scripts.
+# torch.cuda.FloatTensor and similar types are deprecated, but scripts still call them.
 
 
 def _legacy_type(name: str) -> Any:
@@ -154,7 +166,10 @@ def _legacy_type(name: str) -> Any:
 
 
 def legacy_tensor(dtype: torch.dtype, device: Any, args: tuple[Any, ...]) -> torch.Tensor:
-    """Return a tensor with the given sizes or the given data."""
+    """Return a tensor with the sizes or the data in ``args``.
+
+    ``args`` are the arguments of a constructor such as ``torch.FloatTensor``.
+    """
     if len(args) == 1 and not isinstance(args[0], int | torch.Size):
         return torch.as_tensor(args[0], dtype=dtype).to(device)
     return torch.empty(*args or (0,), dtype=dtype, device=device)
@@ -164,7 +179,10 @@ LEGACY_TYPES = {name: _legacy_type(name) for name in torch.cuda.__all__ if name.
 
 
 def set_default_tensor_type(kind: Any) -> None:
-    """Set the default dtype and device of all threads to those of a tensor type or its name."""
+    """Set the default dtype and device, in all threads, to those of the tensor type ``kind``.
+
+    ``kind`` is a tensor type, such as ``torch.cuda.FloatTensor``, or its name.
+    """
     if isinstance(kind, str):
         kind = pkgutil.resolve_name(kind)
     torch.set_default_dtype(kind.dtype)
@@ -172,15 +190,18 @@ def set_default_tensor_type(kind: Any) -> None:
 
 
 class Generator(torch.Generator):
-    """A generator for any device; like emulated devices, it computes on the CPU."""
+    """A random number generator that can report any device, including emulated devices.
+
+    Like emulated devices, it computes on the CPU.
+    """
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """Return a generator that reports ``device``."""
+        """Return a generator whose attribute ``device`` is ``device``."""
         generator: Any = super().__new__(cls)
         generator._device = to_named(torch.device(to_emulated(device)))
         return generator
 
-    # Torch's stubs declare a plain attribute.
+    # Torch's stubs declare ``device`` as a plain attribute.
     device = property(lambda self: self._device)
 
 
@@ -188,14 +209,17 @@ class Generator(torch.Generator):
 
 
 class StorageOnDevice(torch.UntypedStorage):
-    """A CPU storage whose tensor torch creates on an emulated device."""
+    """A CPU storage that reports an emulated device, so that torch creates its tensor there."""
 
     _device: torch.device
     device: Any = property(lambda self: self._device)
 
 
 def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """Return a copy of a storage whose tensors torch creates on an emulated device."""
+    """Return a copy of the storage ``self`` that reports an emulated device as its device.
+
+    If torch creates a tensor for the copy, as ``torch.load`` does, the tensor is on that device.
+    """
     machine = current_machine()
     moved = self.clone()
     moved.__class__ = StorageOnDevice
@@ -204,10 +228,11 @@ def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False)
 
 
 def location_of(storage: torch.UntypedStorage) -> str | None:
-    """Return the location to save for a storage, or None if the storage is not on "cuda".
+    """Return the location to save for ``storage``, or None if the storage is not on "cuda".
 
-    For None, torch saves the location "cpu", since it sees emulated storages as CPU storages. Such
-    a file loads anywhere.
+    ``torch.save`` calls this function and writes the location into the file. If this function
+    returns None, torch writes the location "cpu", because emulated storages are CPU storages to
+    torch. A file with the location "cpu" can be loaded on any machine.
     """
     machine, allocation = current_machine(), getattr(storage, "_allocation", None)
     if allocation is None or machine.device_type != CUDA:
@@ -216,7 +241,10 @@ def location_of(storage: torch.UntypedStorage) -> str | None:
 
 
 def restore(storage: Any, location: str) -> Any:
-    """Return the storage for a tensor on ``location``; None if that is no emulated device."""
+    """Return a copy of ``storage`` on the emulated device that ``location`` names.
+
+    ``torch.load`` calls this function. It returns None if ``location`` names no emulated device.
+    """
     is_emulated = location.split(":")[0] == current_machine().device_type
     return storage_on_device(storage, location) if is_emulated else None
 
@@ -225,7 +253,7 @@ def restore(storage: Any, location: str) -> Any:
 
 
 def patches_of_names(machine: Machine) -> list[Patches]:
-    """Return the patches that give the devices of ``machine`` the name "cuda"."""
+    """Return the patches of torch that give the devices of ``machine`` the name "cuda"."""
     return [_tensors(), _factories(), _cuda_modules(machine), _without_hardware(machine)]
 
 
@@ -256,7 +284,7 @@ def _tensors() -> Patches:
 
 
 def _factories() -> Patches:
-    """Return patches of torch's functions that take a device, and of the default device."""
+    """Return patches of torch's functions that take a device or concern the default device."""
     factories = default_device._device_constructors()
     get_default: Any = torch.get_default_device
     patches: Patches = {
@@ -277,13 +305,13 @@ def _factories() -> Patches:
 
 
 def _takes_device(name: str) -> bool:
-    """Return whether a function of torch has a keyword ``device``."""
+    """Return whether torch's operator ``name`` has an argument ``device``."""
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return any(argument.name == "device" for schema in schemas for argument in schema.arguments)
 
 
 def _cuda_modules(machine: Machine) -> Patches:
-    """Return patches of the functions that ``torch.cuda`` and ``torch.accelerator`` call."""
+    """Return patches by which ``torch.cuda`` and ``torch.accelerator`` use emulated devices."""
     streams = {"Stream": cuda_functions.Stream, "Event": cuda_functions.Event}
     exchange = cuda_functions.exchange_device
     return {
@@ -308,13 +336,14 @@ def _cuda_modules(machine: Machine) -> Patches:
 
 
 def _without_hardware(machine: Machine) -> Patches:
-    """Return patches of functions that need CUDA's hardware or the values of gradients."""
+    """Return patches of functions that would need a GPU or the values of gradients."""
     backends: Any = torch.distributed.Backend.default_device_backend_map
     never = property(lambda self: None, lambda self, value: None)
     return {
         torch.multiprocessing: {"spawn": _refuse_to_spawn},
         torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
-        # A scaler skips the step if a gradient is not finite, and symbolic ones have no values.
+        # A scaler skips the step if a gradient is not finite, and symbolic gradients have no
+        # values.
         torch.amp.GradScaler: {"_enabled": never} if machine.symbolic else {},
         # Otherwise each operator prints that it failed to record an event.
         torch.profiler.profiler._KinetoProfile: {"use_device": never},

@@ -1,10 +1,13 @@
-"""``torch.autocast("lazy")``, with CUDA's lists of operators.
+"""Support for ``torch.autocast("lazy")``, which casts the same operators as autocast on CUDA.
 
-Torch refuses device types without a dispatch key for autocast, such as "lazy". But an autocast key
-works for any tensor that carries it. So emulated tensors carry the key of PrivateUse1. This file
-registers kernels for that key. Like torch's own, these kernels cast arguments above autograd. While
-emulate_devices is open, torch's autocast state for "lazy" is that of "privateuseone", so code that
-reads this state, such as activation checkpointing, works unchanged.
+``torch.autocast`` refuses device types that have no dispatch key for autocast, and "lazy" has none.
+But the autocast key of a device type works for any tensor that carries the key. So emulated tensors
+carry the autocast key of PrivateUse1, and this file registers kernels for that key. Like torch's
+own autocast kernels, they cast the arguments of operators above autograd.
+
+While an ``emulate_devices`` context is open, torch's functions for the autocast state of "lazy" use
+the state of "privateuseone". So code that reads this state, such as activation checkpointing, works
+unchanged.
 """
 
 from __future__ import annotations
@@ -35,16 +38,16 @@ _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_pu
     scatter_add"""
 
 _STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
-"""Torch's functions that read and set the state of autocast."""
+"""The names of torch's functions that read and set the state of autocast."""
 
-# Weights that were cast to the autocast dtype. All threads share this cache, as they do torch's.
+# Weights that were cast to the autocast dtype. As in torch, all threads share this cache.
 _cast_weights = WeakTensorKeyDictionary()
 
 
 def patches_of_autocast(device_type: str) -> Patches:
     """Return patches that extend torch's autocast functions to emulated devices.
 
-    If they are called without a device type, these functions are about CUDA devices.
+    As in torch, these functions refer to CUDA devices if they are called without a device type.
     """
     emulated = {DEVICE_TYPE, device_type}
 
@@ -71,7 +74,10 @@ def patches_of_autocast(device_type: str) -> Patches:
 
 @functools.cache
 def register_casts() -> list[torch.library.Library]:
-    """Register the casts; torch removes them when the returned libraries are deallocated."""
+    """Register the autocast kernels of emulated tensors, unless this was done before.
+
+    Torch removes the kernels when the returned libraries are deallocated.
+    """
     library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, AUTOCAST_KEY.name)
     casts = (
@@ -128,7 +134,11 @@ def _cast(tensor: EmulatedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _to_autocast_dtype(tensor: EmulatedTensor) -> torch.Tensor:
-    """Cast to the autocast dtype. As in torch, a weight is cast once in an autocast context."""
+    """Return ``tensor`` cast to the autocast dtype, or unchanged if autocast does not cast it.
+
+    As in torch, a weight (a float32 leaf tensor that requires a gradient) is cast only once in an
+    autocast context, and its cast copy is kept for later calls.
+    """
     dtype = torch.get_autocast_dtype(DEVICE_TYPE)
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
     uses_cache = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()

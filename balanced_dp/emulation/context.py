@@ -35,38 +35,47 @@ FOR_EMULATION = """
     ops.aten._scaled_dot_product_attention_math _C._storage_Use_Count ops.aten._efficientzerotensor
     _C._dispatch_get_registrations_for_dispatch_key
 """
-"""The names in torch that emulated devices use.
+"""The names in torch that the emulation uses, such as functions and classes.
 
-If torch lacks one of them, ``emulate_devices`` raises an EmulationError that says which.
+If the installed torch lacks one of these names, ``emulate_devices`` raises an ``EmulationError``
+that says which.
 """
 
 
 class EmulatedDevices(list[torch.device]):
-    """The devices of an ``emulate_devices`` context, in order, with their memory statistics."""
+    """The list of devices that ``emulate_devices`` yields, with methods that report on them.
+
+    The devices are sorted by index. The methods report the memory of a device and the bytes that
+    were copied between devices.
+    """
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine.devices)
         self._machine = machine
 
     def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
-        """Return the bytes copied since the context was entered, by pair (source, target).
+        """Return the number of bytes copied, for each pair of devices ``(source, target)``.
 
-        The CPU counts as a device, too. Copies within a device are not counted.
+        Counting starts when the ``emulate_devices`` context is entered. The CPU is one of the
+        devices. Copies within a device are not counted, and pairs without copies are left out.
         """
         return self._machine.copied_bytes()
 
     def memory_breakdown(self, device: torch.device | str | int) -> MemoryBreakdown:
-        """Return the bytes on ``device`` by use, now and at the peak.
+        """Return the bytes allocated on ``device`` for each use of memory, now and at the peak.
 
         The uses are parameter, buffer, gradient, optimizer state, input, activation, gathered
         output and other. Gathered outputs are outputs that were copied from another device.
         Activations are all other results of the forward and backward passes, including those of
-        the loss. A tensor counts as a parameter if it is an ``nn.Parameter`` or a copy of one, as
-        a buffer if it is the buffer of a module that was moved to the device, as a gradient once
-        backward has accumulated it, and as optimizer state after the optimizer step.
+        the loss.
+
+        A tensor counts as a parameter if it is an ``nn.Parameter``, or a copy of an
+        ``nn.Parameter`` on another device. A tensor counts as a buffer if it is a buffer of a
+        module that was moved to the device. A tensor becomes a gradient once the backward pass has
+        accumulated it, and optimizer state after the step of the optimizer.
 
         Raises:
-            EmulationError: the device does not exist.
+            EmulationError: ``device`` does not exist.
         """
         return self._machine.ledgers[self._machine.index_of(device)].breakdown()
 
@@ -81,38 +90,45 @@ def emulate_devices(
 ) -> Iterator[EmulatedDevices]:
     """Emulate ``num_devices`` accelerators, ``torch.device("lazy", i)``, on the CPU.
 
-    Operators compute values, and code that mixes devices fails as it does on CUDA. The memory of
-    each device is counted to the byte. Each storage is counted once, until its last tensor is
-    freed. Its size is rounded up to a multiple of 512 bytes, as by CUDA's allocator.
-    ``torch.get_device_module("lazy")`` provides functions of ``torch.cuda``, such as
-    ``max_memory_allocated``.
+    Operators compute actual values, unless ``symbolic`` is true. Code that mixes devices fails as
+    it does on CUDA.
 
-    Inside the context ``nn.Module.to`` preserves the identity of parameters, as on CUDA, so tied
+    The memory of each device is counted to the byte. Each storage is counted once, until the last
+    tensor that uses it is freed. The size of a storage is rounded up to a multiple of 512 bytes, as
+    CUDA's allocator does. ``torch.get_device_module("lazy")`` provides functions that
+    ``torch.cuda`` has, such as ``max_memory_allocated``, for the emulated devices.
+
+    Inside the context, ``nn.Module.to`` preserves the identity of parameters, as on CUDA, so tied
     weights stay tied.
 
     Args:
         num_devices: number of devices, at least 1.
-        memory: capacity of each device, in bytes or as text such as ``"11GiB"``, or a sequence
-            with one capacity for each device. An allocation that does not fit raises
+        memory: capacity of every device, in bytes or as text such as ``"11GiB"``. A sequence gives
+            the capacity of each device separately. An allocation that does not fit raises
             ``torch.OutOfMemoryError``. None means no limit.
-        symbolic: whether to keep only the shapes of floating-point tensors. Without data and
-            arithmetic, a model far larger than this machine's memory can be measured. Integer and
-            bool tensors keep their values. Reading a value that was not computed raises
-            ``SymbolicValueError``.
+        symbolic: whether to keep only the shapes of floating-point and complex tensors. Such
+            tensors have no data, and operators on them do no arithmetic, so a model far larger than
+            the memory of this machine can be measured. Integer and bool tensors keep their values,
+            unless they are computed from values that are not kept. Reading a value that was not
+            computed raises ``SymbolicValueError``.
         as_cuda: whether the devices are named ``torch.device("cuda", i)``, for code that was
-            written for GPUs. In all threads, ``.cuda()``, ``device="cuda:1"``, ``torch.cuda``,
-            ``torch.accelerator``, ``tensor.is_cuda`` and the like then refer to the emulated
-            devices. CUDA graphs, NCCL and other unsupported features raise ``EmulationError``.
+            written for GPUs. ``.cuda()``, ``device="cuda:1"``, ``torch.cuda``,
+            ``torch.accelerator``, ``tensor.is_cuda`` and similar names then refer to the emulated
+            devices in all threads. CUDA graphs, NCCL and other features that are not supported
+            raise an error, often the error that a torch without CUDA raises.
 
     Yields:
-        The devices, as a sequence with ``copied_bytes()`` and ``memory_breakdown(device)``.
+        The devices, as a list that also has the methods ``copied_bytes()`` and
+        ``memory_breakdown(device)``.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.
-        EmulationError: another ``emulate_devices`` context is open.
+        EmulationError: another ``emulate_devices`` context is open, or the installed torch lacks a
+            function that the emulation needs.
 
     Warns:
-        ResourceWarning: tensors outlive the context. Using them raises ``EmulationError``.
+        ResourceWarning: tensors on the devices still exist when the context ends. Using such a
+            tensor later raises ``EmulationError``.
 
     Examples:
         >>> with emulate_devices(2, memory="1MiB") as devices:
@@ -124,7 +140,8 @@ def emulate_devices(
     device_type = "cuda" if as_cuda else DEVICE_TYPE
     machine = Machine(_capacities(num_devices, memory), symbolic, device_type)
     require(FOR_EMULATION, "emulated devices", EmulationError)
-    # Imported here, so that training still works with a torch that lacks names used by patches.
+    # Imported here, so that training without emulation works even if torch lacks names that
+    # patches.py uses.
     from .patches import patched
 
     with make_current(machine), patched(machine):
@@ -148,7 +165,7 @@ def _capacities(num_devices: int, memory: Any) -> list[int]:
 
 def _warn_of_leaks(machine: Machine) -> None:
     if any(ledger.allocated_bytes for ledger in machine.ledgers):
-        gc.collect()  # a process's first optimizer leaves a reference cycle, which is no leak
+        gc.collect()  # the first optimizer of a process leaves a reference cycle, no leak
     leaks = [
         f"{use} {format_bytes(num_bytes)} on {device}"
         for device, ledger in zip(machine.devices, machine.ledgers, strict=True)

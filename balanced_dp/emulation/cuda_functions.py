@@ -1,6 +1,7 @@
 """Stand-ins for the functions of ``torch._C`` that ``torch.cuda`` and ``torch.accelerator`` call.
 
-Operations on emulated devices are synchronous and in order, so streams and events never wait.
+Operations on emulated devices run synchronously, in the order of the calls, so streams and events
+never wait.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Stream(device_module.device):
     is_capturing = _always(False)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record the event, a new one by default, and return it."""
+        """Record ``event``, or a new event if ``event`` is None, and return the recorded event."""
         event = event or Event()
         event.record(self)
         return event
@@ -55,14 +56,14 @@ class Event:
         self._time_s = math.nan
 
     def record(self, stream: Stream | None = None) -> None:
-        """Note the time."""
+        """Record the present time as the time of this event."""
         self._time_s = time.perf_counter()
 
     wait = synchronize = _always(None)
     query = _always(True)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Return the milliseconds of wall time until ``end_event``."""
+        """Return the wall time from this event to ``end_event`` in milliseconds."""
         return (end_event._time_s - self._time_s) * 1e3
 
 
@@ -74,14 +75,18 @@ if torch.__version__ < "2.6":
 
 
 def exchange_device(index: int) -> int:
-    """Set the current device, unless ``index`` is negative, and return the previous one."""
+    """Set this thread's current device to ``index``, and return the index of the previous device.
+
+    If ``index`` is negative, the current device does not change.
+    """
     before = device_module.current_device()
     if index >= 0:
         device_module.set_device(index)
     return before
 
 
-# Scripts reset a peak of their own, so that they do not disturb measurements.
+# The memory statistics that scripts read and reset have a separate peak, so that scripts do not
+# disturb the measurements of this library.
 
 
 def _memory_stats(index: int) -> dict[str, Any]:
@@ -102,7 +107,8 @@ def _memory_stats(index: int) -> dict[str, Any]:
 _USES = ("allocated", "reserved", "active", "requested")
 
 
-# Copies between devices, for torch.nn.parallel.comm. The patched tensor.to takes an int, too.
+# Copies between devices, for torch.nn.parallel.comm. The patched tensor.to accepts an int as
+# the device.
 
 
 def _broadcast_coalesced(
@@ -154,4 +160,4 @@ _BY_NAMES: dict[tuple[str, ...], Callable[..., Any]] = {
 }
 
 ANSWERS = {name: answer for names, answer in _BY_NAMES.items() for name in names}
-"""The stand-ins for functions of ``torch._C``, by name."""
+"""For each name of a replaced function of ``torch._C``, the function that replaces it."""

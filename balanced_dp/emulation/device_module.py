@@ -1,7 +1,8 @@
 """The device module of emulated devices, ``torch.get_device_module("lazy")``.
 
-It has functions of ``torch.cuda`` for the devices of the open ``emulate_devices`` context. As in
-``torch.cuda``, a device is an int, a string, a ``torch.device``, or None for the current device.
+It provides functions that ``torch.cuda`` has, for the devices of the open ``emulate_devices``
+context. As in ``torch.cuda``, a device is an int, a string, a ``torch.device``, or None for the
+current device.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ is_available = has_machine
 
 
 def device_count() -> int:
-    """Return the number of emulated devices, 0 outside of ``emulate_devices``."""
+    """Return the number of emulated devices; it is 0 outside of ``emulate_devices``."""
     return len(current_machine().devices) if has_machine() else 0
 
 
@@ -59,7 +60,7 @@ def memory_allocated(device: Device = None) -> int:
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """Return the maximum of ``memory_allocated`` since the peak was last reset."""
+    """Return the maximum of ``memory_allocated`` since the last ``reset_peak_memory_stats``."""
     return ledger_of(device).peak_bytes
 
 
@@ -68,12 +69,12 @@ memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    """Reset the peak to the memory allocated now."""
+    """Reset ``max_memory_allocated`` of the device to the bytes allocated now."""
     ledger_of(device).reset_peak()
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
-    """Return allocator statistics under the names of ``torch.cuda.memory_stats``."""
+    """Return memory statistics of the device, with the keys of ``torch.cuda.memory_stats``."""
     ledger = ledger_of(device)
     counted = ledger.statistics(ledger.peak_bytes)
     stats = {"num_alloc_retries": 0, "num_ooms": ledger.num_ooms}
@@ -83,7 +84,10 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 
 def memory_breakdown(device: Device = None) -> MemoryBreakdown:
-    """Return the device's memory by use, now and at the peak. CUDA has no such function."""
+    """Return the bytes on the device for each use of memory, now and at the peak.
+
+    ``torch.cuda`` has no such function.
+    """
     return ledger_of(device).breakdown()
 
 
@@ -99,7 +103,7 @@ def get_device_name(device: Device = None) -> str:
 
 
 def get_device_properties(device: Device = None) -> Any:
-    """Return the device's name and its capacity in bytes.
+    """Return an object with the name of the device, its capacity in bytes and other properties.
 
     The compute capability and the number of multiprocessors are those of an A100, so that scripts
     choose what recent GPUs support, such as bfloat16.
@@ -123,17 +127,17 @@ def empty_cache() -> None:
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
-    """Return the state of the device's generator."""
+    """Return the state of the random number generator of the device."""
     return _generator(device).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
-    """Set the state of the device's generator."""
+    """Set the state of the random number generator of the device."""
     _generator(device).set_state(new_state)
 
 
 def ledger_of(device: Device) -> DeviceLedger:
-    """Return the ledger of the device."""
+    """Return the ledger of the device, which records its memory."""
     return current_machine().ledgers[_index(device)]
 
 

@@ -13,7 +13,10 @@ from .context import emulate_devices
 
 
 def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[torch.device]:
-    """Return the GPUs that ``training_devices`` provides; an empty list if it emulates devices."""
+    """Return the GPUs that ``training_devices`` provides for the same arguments.
+
+    Return an empty list if ``training_devices`` emulates devices.
+    """
     found = [] if emulate else resolve_devices(None)
     return found[:num_devices] if len(found) >= (num_devices or 2) else []
 
@@ -26,12 +29,13 @@ def training_devices(
     as_cuda: bool = False,
     emulate: bool = False,
 ) -> AbstractContextManager[Sequence[torch.device]]:
-    """Provide the GPUs of this machine, or emulated devices if there are too few.
+    """Provide the GPUs of this machine, or emulated devices if it has too few GPUs.
 
-    With ``num_devices``, this provides the first ``num_devices`` GPUs if there are enough,
-    otherwise emulated devices. Without it, this provides all GPUs if there are two or more,
-    otherwise four emulated devices. GPUs can be accelerators of any type. Inside
-    ``emulate_devices``, the devices of that context take the place of the GPUs.
+    If ``num_devices`` is given, provide the first ``num_devices`` GPUs if there are enough, and
+    ``num_devices`` emulated devices otherwise. If ``num_devices`` is None, provide all GPUs if
+    there are two or more, and four emulated devices otherwise. GPUs can be accelerators of any
+    type, except MPS, which has a single device. Inside ``emulate_devices``, the devices of that
+    context take the place of the GPUs.
 
     Emulated devices cannot be used after the ``with`` block. Copy tensors that are needed later to
     the CPU.
@@ -45,7 +49,8 @@ def training_devices(
 
     Returns:
         A context manager that yields the devices. Move the module to the first device, and pass
-        all devices as ``device_ids``. Without ``num_devices``, ``device_ids`` may be omitted, too.
+        all devices to ``BalancedDataParallel`` as ``device_ids``. If ``num_devices`` is None,
+        ``device_ids`` may be omitted, because it defaults to the same devices.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.

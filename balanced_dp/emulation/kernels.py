@@ -1,6 +1,7 @@
-"""The kernels of the emulated backend: factories, copies, gradient sums, dropout, attention, RNNs.
+"""Kernels for emulated tensors: factories, copies, sums of gradients, dropout, attention, RNNs.
 
-They are registered with torch's dispatcher when the first ``emulate_devices`` context is entered.
+The kernels are registered with torch's dispatcher when the first ``emulate_devices`` context is
+entered.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ aten = torch.ops.aten
 
 @cache
 def register_kernels() -> torch.library.Library:
-    """Register the kernels; torch removes them when the returned library is deallocated."""
+    """Register the kernels of this file with torch's dispatcher, unless this was done before.
+
+    Torch removes the kernels when the returned library is deallocated.
+    """
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
     library.impl("empty_strided", partial(_make, torch.empty_strided), "Lazy")
@@ -85,9 +89,10 @@ def register_kernels() -> torch.library.Library:
 
 
 def _make(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> EmulatedTensor:
-    """Create a tensor.
+    """Return a tensor on an emulated device that wraps the tensor that ``factory`` creates.
 
-    Factories have no tensor argument, so the dispatcher calls this, not ``__torch_dispatch__``.
+    Factories such as ``torch.empty`` have no tensor argument, so the dispatcher calls this function
+    and not ``__torch_dispatch__``.
     """
     machine = current_machine()
     device, _, _ = (kwargs.pop(name, None) for name in ("device", "layout", "pin_memory"))
@@ -101,7 +106,7 @@ def _make(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Emulated
 
 
 def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
-    """Return a copy with another dtype, layout or device: ``Tensor.to``."""
+    """Return a copy of ``self`` with another dtype, layout or device, as ``Tensor.to`` does."""
     machine = current_machine()
     elem = elem_of(self)
     dtype = kwargs.get("dtype") or elem.dtype
@@ -121,7 +126,10 @@ def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy ``source`` into ``target``: ``Tensor.copy_``. At least one of the two is emulated."""
+    """Copy ``source`` into ``target``, as ``Tensor.copy_`` does.
+
+    At least one of the two tensors is on an emulated device.
+    """
     machine = current_machine()
     source_elem = elem_of(source) if isinstance(source, EmulatedTensor) else source
     machine.record_copy(source.device, target.device, source.numel() * target.dtype.itemsize)
@@ -141,7 +149,14 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 
 
 def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
-    """Return ``elem`` with values that the CPU may read."""
+    """Return the wrapped tensor ``elem``, after checking that the CPU can read its values.
+
+    If ``machine.reads_unknown_as_nan`` is true, and ``elem`` is a floating-point or complex tensor
+    whose values are not known, return a tensor of NaN.
+
+    Raises:
+        SymbolicValueError: the values of ``elem`` are not known.
+    """
     if machine.reads_unknown_as_nan and not is_known(elem) and is_unknown_dtype(elem.dtype):
         return torch.full(elem.shape, math.nan, dtype=elem.dtype, device=CPU)
     require_known(elem, "copying it to the CPU")
@@ -149,10 +164,12 @@ def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
 
 
 def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
-    """Return the label of a copy.
+    """Return the label (what the memory is used for) of a copy of ``source`` on ``target``.
 
-    On another device, the copy keeps the label of its source if that is specific, such as
-    parameter. Otherwise it is a gathered output, except in the backward pass.
+    If the running operator makes gradients of leaf tensors, both the copy and ``source`` are
+    labelled as gradients. Otherwise, a copy on another device keeps the label of ``source`` if this
+    label is specific, such as parameter. If it is not specific, the copy is labelled as a gathered
+    output, except in the backward pass. All other copies have the label of any operator's results.
     """
     label = label_of_results(machine)
     if label is Label.GRADIENT:
@@ -170,10 +187,12 @@ _ENGINE = torch.autograd._engine_run_backward.__code__  # type: ignore[attr-defi
 
 
 def _add(self: Any, other: Any, **kwargs: Any) -> Any:
-    """Add tensors. Sums of gradients take no extra memory where CUDA needs none.
+    """Add two tensors. A sum of gradients takes no extra memory if it takes none on CUDA.
 
-    On CUDA, autograd's engine adds gradients in place unless other tensors share their memory. The
-    engine adds tensor subclasses out of place, so the extra memory of such sums is not counted.
+    On CUDA, autograd's engine adds gradients in place unless other tensors share their memory. Here
+    the engine adds gradients out of place, because they are instances of a tensor subclass. So when
+    the engine would add in place on CUDA, the memory of the sum does not count toward the peak
+    while the gradients that were added are still allocated.
     """
     thread = current_machine().thread
     thread.is_adding_gradients = (
@@ -194,12 +213,13 @@ def _num_references(elem: Tensor) -> int:
 
 
 def _histc(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a histogram, also of integers, which CUDA supports but the CPU does not."""
+    """Compute a histogram. Integer inputs are supported, as on CUDA, but unlike on the CPU."""
     found = operator(aten.histc.default)(input.to(torch.double), *args, **kwargs)
     return found.to(input.dtype)
 
 
-# Random numbers come from the device's generator, so that replicas in threads are reproducible.
+# Random numbers come from the generator of the emulated device, so that the results of replicas
+# that run in threads are reproducible.
 
 
 def _filled(fill_: torch._ops.OpOverload, input: EmulatedTensor, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +241,7 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
 
 
 def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
-    """Pack a sequence; lengths and batch sizes are on the CPU, as with CUDA."""
+    """Pack a padded sequence. Lengths and batch sizes are CPU tensors, as with CUDA."""
     func = aten._pack_padded_sequence.default
     wrapped = Wrapped(func)
     data, batch_sizes = func(wrapped.unwrap(input), lengths, batch_first)
@@ -229,9 +249,9 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
-    """Compute the loss after reading the lengths on the host.
+    """Compute the CTC loss, after reading the lengths of the sequences on the CPU.
 
-    Torch reads them there for its own tensors, but not for subclasses.
+    Torch's operator does so if the lengths are plain tensors, but not for tensor subclasses.
     """
     # If blank, reduction and zero_infinity have their defaults, the dispatcher leaves them out.
     options = given[2:] + (0, 1, False)[len(given) - 2 :]
@@ -273,7 +293,9 @@ def _attention(
 
 
 def _is_fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-    """Return whether a fused kernel supports the arguments; if not, the math kernel is called.
+    """Return whether a fused attention kernel supports the arguments.
+
+    If it does not, ``_attention`` calls the math kernel.
 
     Source: the checks of ``use_flash_attention_cpp`` in aten/src/ATen/native/transformers/
     sdp_utils_cpp.cpp, torch 2.13. The checks for CUDA are the same.
@@ -288,7 +310,11 @@ def _is_fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: tuple[Any, ...]
 ) -> tuple[Tensor]:
-    """Compute attention on the CPU, whose fused kernel has no dropout."""
+    """Compute attention on the CPU.
+
+    The CPU's fused kernel has no dropout. So with dropout, the attention weights are computed
+    separately, and dropout is applied to them.
+    """
     dropout_p, is_causal, scale, seed = options
     if not is_known(q):
         return (torch.empty_like(q),)
@@ -304,15 +330,16 @@ def _attend(
     return (torch.empty_like(q).copy_(output),)
 
 
-# All steps of a recurrent layer run in one kernel, as with cuDNN. Step by step, each operator would
-# go through Python: an LSTM took three times as long on one emulated device, and eight times as
-# long on four.
+# All steps of a recurrent layer run in one kernel, as with cuDNN. If the steps ran as separate
+# operators, each operator would go through Python: an LSTM took three times as long on one emulated
+# device, and eight times as long on four.
 
 
 def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
-    """Run an LSTM, a GRU or an RNN, as ``func(input, states, weights, *options)``.
+    """Run an LSTM, a GRU or an RNN: the operator ``func(input, states, weights, *options)``.
 
-    Layers with dropout (``options[2]``), and those in autocast, run step by step.
+    If the layer has dropout (``options[2]``) or autocast is on, its time steps run one after
+    another, as separate operators.
     """
     (inputs, spec), weights, options = tree_flatten(args[:3]), args[2], args[3:]
     if options[2] or torch.is_autocast_enabled(args[0].device.type):
@@ -329,12 +356,15 @@ def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
 
 
 class _Fused(torch.autograd.Function):
-    """An operator with the memory of a fused kernel; backward computes the operator again.
+    """An autograd function that runs an operator with as much memory as a fused CUDA kernel.
+
+    The backward pass computes the operator again to get the gradients.
 
     Args:
         func: the operator.
-        run: computes its outputs on the CPU.
-        num_kept: how many numbers the kernel saves besides inputs and output.
+        run: function that computes the outputs of the operator on the CPU.
+        num_kept: how many numbers the fused kernel saves for the backward pass, in addition to the
+            inputs and the output.
         inputs: the inputs of the operator, each a tensor or None.
     """
 

@@ -1,13 +1,15 @@
-"""The memory of each emulated device, to the byte. Pure bookkeeping, without torch.
+"""Bookkeeping of the memory of each emulated device, to the byte. This file does not use torch.
 
-A ``Block`` is the ledger's entry for one storage. The storage holds the only reference to its
-``Allocation``. When the storage is deallocated, so is the allocation, and the block leaves the
-ledger. Reference counting is enough for this: memory is freed without the garbage collector.
+A ``DeviceLedger`` records the memory of one device. It has one ``Block`` for each storage on the
+device. The storage holds the only reference to an ``Allocation``, which refers to the block. When
+the storage is deallocated, so is the allocation, and the block leaves the ledger. Python's
+reference counting is enough for this, so memory is freed without the garbage collector.
 
-The label of a block may change while the block is allocated: a tensor becomes a gradient only after
-it was computed. So the breakdown of the peak is not stored when the peak is reached. Instead, it is
-computed on request from the blocks that were allocated at the peak. They are the blocks numbered at
-most ``_peak_number`` that are still allocated or were freed after the peak.
+Each block has a label, which says what the memory is used for. The label may change while the block
+is allocated: for example, a tensor becomes a gradient only after it was computed. So the bytes for
+each label at the peak are not stored when the peak is reached. They are computed on request, from
+the blocks that were allocated at the peak. These blocks have a number of at most ``_peak_number``,
+and they are still allocated or were freed after the peak.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 ROUND_BYTES = 512
-"""CUDA's caching allocator rounds each request up to a multiple of this.
+"""The size of each block is rounded up to a multiple of this, as in CUDA's caching allocator.
 
 Source: ``kMinBlockSize`` in c10/cuda/CUDACachingAllocator.h, torch 2.11 to 2.13.
 """
 
 
 class Label(str, Enum):
-    """The use of a block of memory."""
+    """What a block of memory is used for."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -40,7 +42,13 @@ class Label(str, Enum):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """The entry of one storage: its number in the order of allocations, its size and its use."""
+    """The entry of a ledger for one storage.
+
+    Attributes:
+        number: the number of blocks that were allocated on the device before this block.
+        num_bytes: the size of the block, rounded up.
+        label: what the memory is used for.
+    """
 
     number: int
     num_bytes: int
@@ -49,11 +57,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
-    """The bytes of each label on one device. Both mappings have all labels as keys.
+    """The bytes allocated on one device, for each use of memory, such as "activation".
+
+    Both dictionaries have all uses as keys.
 
     Attributes:
-        now: bytes allocated now; their sum is ``memory_allocated``.
-        peak: bytes allocated when the peak was reached; their sum is ``max_memory_allocated``.
+        now: the bytes allocated now, for each use. Their sum is ``memory_allocated``.
+        peak: the bytes that were allocated for each use when the peak of memory was reached. Their
+            sum is ``max_memory_allocated``.
     """
 
     now: dict[str, int]
@@ -61,25 +72,28 @@ class MemoryBreakdown:
 
 
 class DeviceLedger:
-    """The blocks of one device and their statistics. Thread-safe.
+    """The memory that is allocated on one device, and statistics of it. Thread-safe.
 
     Args:
-        capacity_bytes: the capacity of the device.
-        out_of_memory: called with the size of a block that does not fit and with the free bytes;
-            returns the error to raise.
+        capacity_bytes: the capacity of the device in bytes.
+        out_of_memory: function that is called if a block does not fit. Its arguments are the size
+            of the block and the number of free bytes. It returns the exception to raise.
     """
 
     def __init__(self, capacity_bytes: int, out_of_memory: Callable[[int, int], Exception]) -> None:
         self.capacity_bytes = capacity_bytes
         self.limit_bytes = capacity_bytes
-        """The limit of allocated bytes: the capacity, unless ``ignore_capacities`` lifts it."""
+        """The largest sum of block sizes that may be allocated.
+
+        It is the capacity, until ``Machine.ignore_capacities`` lifts the limit.
+        """
         self._out_of_memory = out_of_memory
         self.num_ooms = 0
         self._lock = threading.Lock()
         self._live: dict[int, Block] = {}
         self._freed_since_peak: Counter[Label] = Counter()
-        # Allocation.__del__ appends to this queue, because it may run anywhere and so must not
-        # take the lock.
+        # Allocation.__del__ only appends to this queue. It must not take the lock, because it may
+        # run anywhere, even while its thread holds the lock.
         self._to_free: deque[Block] = deque()
         self._next_number = 0
         self._peak_number = -1
@@ -89,22 +103,24 @@ class DeviceLedger:
         self.script_peak_bytes = 0
         """The maximum of ``allocated_bytes`` since the last ``reset_script_peak``.
 
-        Scripts have this peak of their own, so that their resets do not disturb measurements.
+        This is the peak that ``torch.cuda`` reports to scripts and that scripts reset. It is
+        separate from ``peak_bytes``, so that their resets do not disturb measurements.
         """
         self.total_bytes = 0
-        """All bytes ever allocated, including those freed since."""
+        """The sum of the sizes of all blocks ever allocated, including blocks that were freed."""
 
     def allocate(self, num_bytes: int, label: Label, marks_peak: bool = True) -> Allocation:
         """Allocate a block of ``num_bytes``, rounded up as on CUDA.
 
         Args:
-            num_bytes: the size.
-            label: the use.
-            marks_peak: whether the block counts toward the peak at once, and must fit. Otherwise it
-                counts only if it is still allocated at the next call.
+            num_bytes: the size of the block before rounding.
+            label: what the memory is used for.
+            marks_peak: whether the block must fit, and counts toward the peak immediately. If
+                false, the block may exceed the limit, and it counts toward the peak only if it is
+                still allocated when a method of this ledger is called the next time.
 
         Raises:
-            Exception: the block does not fit. The exception is what ``out_of_memory`` returns.
+            Exception: the block does not fit. ``out_of_memory`` returns the exception.
         """
         size = round_up(num_bytes)
         with self._lock:
@@ -142,13 +158,13 @@ class DeviceLedger:
         self._freed_since_peak.clear()
 
     def reset_peak(self) -> None:
-        """Reset the peak to the bytes allocated now."""
+        """Reset ``peak_bytes`` to the bytes allocated now."""
         with self._lock:
             self._free_blocks()
             self._mark_peak()
 
     def reset_script_peak(self) -> None:
-        """Reset the scripts' peak to the bytes allocated now."""
+        """Reset ``script_peak_bytes`` to the bytes allocated now."""
         with self._lock:
             self._free_blocks()
             self.script_peak_bytes = self._allocated_bytes
@@ -161,12 +177,16 @@ class DeviceLedger:
             return self._allocated_bytes
 
     def statistics(self, peak_bytes: int) -> dict[str, int]:
-        """Return byte counts, with the given peak, named as by ``torch.cuda.memory_stats``."""
+        """Return the bytes allocated now, at the peak and in total, and the bytes freed.
+
+        The keys are those of ``torch.cuda.memory_stats``: current, peak, allocated and freed. The
+        value of "peak" is ``peak_bytes``.
+        """
         now, total = self.allocated_bytes, self.total_bytes
         return {"current": now, "peak": peak_bytes, "allocated": total, "freed": total - now}
 
     def breakdown(self) -> MemoryBreakdown:
-        """Return the bytes allocated now and at the peak, by label."""
+        """Return the bytes allocated for each use of memory, now and at the peak."""
         with self._lock:
             self._free_blocks()
             now: Counter[Label] = Counter()
@@ -183,7 +203,7 @@ class DeviceLedger:
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """A reference to a block, which is freed when this object is deallocated."""
+    """A storage's reference to its block; the block is freed when this object is deallocated."""
 
     ledger: DeviceLedger
     block: Block
@@ -193,5 +213,5 @@ class Allocation:
 
 
 def round_up(num_bytes: int) -> int:
-    """Round a size up as CUDA's caching allocator does."""
+    """Return ``num_bytes`` rounded up to a multiple of 512, as in CUDA's caching allocator."""
     return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES

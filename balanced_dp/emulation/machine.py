@@ -1,4 +1,8 @@
-"""The emulated machine with its devices, and access to the machine of the open context."""
+"""The class ``Machine``, which holds all emulated devices, and functions that return or use it.
+
+Each ``emulate_devices`` context has one ``Machine``. ``current_machine`` returns the machine of the
+context that is open.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +24,40 @@ from .ledger import Allocation, DeviceLedger, Label, round_up
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
 
-This type has its own dispatch key and any number of indices, and autograd runs its nodes in the CPU
-queue. The alternatives do not work: from Python, PrivateUse1 has index 0 only, and the backward
-pass of fake CUDA tensors aborts without a GPU.
+The type "lazy" has a dispatch key of its own and allows any device index, and autograd runs the
+backward nodes of its tensors in the queue for CPU nodes. Two other types do not work. From Python,
+the type PrivateUse1 can only have the index 0. The type "cuda" would need fake CUDA tensors, and
+their backward pass aborts the process if there is no GPU.
 """
 
 MAX_DEVICES = 128
-"""The largest number of devices: torch stores a device's index as a signed 8-bit integer."""
+"""The largest number of emulated devices: torch stores a device index as a signed 8-bit integer."""
 
 
 Patches = dict[Any, dict[str, Any]]
-"""For each patched object, the attributes that are replaced while a context is open."""
+"""For each patched module or class, the names of the replaced attributes and their new values.
+
+The attributes are replaced while an ``emulate_devices`` context is open.
+"""
 
 
 class _PerThread(threading.local):
-    """The state of each thread."""
+    """Variables that have separate values in each thread."""
 
     current_index = 0
-    """The index of the current device, as ``torch.cuda.current_device()`` returns it."""
+    """The index of the thread's current device, as ``torch.cuda.current_device()`` returns it."""
     in_optimizer_step = False
     is_adding_gradients = False
 
 
 class Machine:
-    """Emulated devices, the memory of each, and the bytes copied between them.
+    """The emulated devices of a context, their memory, and the bytes copied between them.
 
     Args:
         capacities: the capacity of each device in bytes.
         symbolic: whether to keep only the shapes of floating-point tensors.
-        device_type: the type that the devices report. To torch, their tensors are always on
-            ``DEVICE_TYPE``.
+        device_type: the device type that the devices report to scripts, "lazy" or "cuda". Inside
+            torch, their tensors always have the device type ``DEVICE_TYPE``.
     """
 
     def __init__(
@@ -69,20 +77,24 @@ class Machine:
         self.thread = _PerThread()
         self.is_closed = False
         self.default_device: str | None = None
-        """The device of new tensors if none is given; ``set_default_tensor_type`` sets it."""
-        self.reads_unknown_as_nan = False
-        """Whether a value that was not computed is read as NaN, or as False if it is a bool.
+        """The device of new tensors that are created without a device, or None for torch's default.
 
-        Otherwise reading such a value is an error.
+        ``torch.set_default_tensor_type`` sets this attribute.
+        """
+        self.reads_unknown_as_nan = False
+        """Whether reading a value that was not computed gives NaN, instead of raising an error.
+
+        If true, ``Tensor.item`` returns NaN, or False for a bool tensor, and copying a
+        floating-point tensor to the CPU gives NaN. If false, both raise an error.
         """
 
     def index_of(self, device: torch.device | str | int | None) -> int:
-        """Return the index of ``device``.
+        """Return the index of the emulated device ``device``.
 
-        None and a device without an index mean the current device.
+        If ``device`` is None or has no index, return the index of this thread's current device.
 
         Raises:
-            EmulationError: the device does not exist.
+            EmulationError: the device does not exist, or is not an emulated device.
         """
         if isinstance(device, str):
             device = torch.device(device)
@@ -100,26 +112,27 @@ class Machine:
         return device
 
     def ignore_capacities(self) -> None:
-        """Let devices hold more than their capacity, which they still report.
+        """Allow each device to hold more memory than its capacity.
 
-        ``run`` and ``tune`` start with a split that may not fit. They must not fail there, so that
-        the search can find a split that fits.
+        The devices still report their capacities. ``run`` and ``tune`` start with a split (the
+        number of samples for each device) that may not fit in memory. They must not fail there, so
+        that their search can find a split that fits.
         """
         for ledger in self.ledgers:
             ledger.limit_bytes = sys.maxsize
 
     def manual_seed_all(self, seed: int) -> None:
-        """Set the seed of each device's generator."""
+        """Set the seed of the random number generator of every device to ``seed``."""
         for generator in self.generators:
             generator.manual_seed(seed)
 
     def enter(self, index: int, storage: Any, label: Label) -> None:
-        """Allocate memory for a storage, unless it already has memory of the right size.
+        """Allocate emulated memory for ``storage``, unless it already has memory of the right size.
 
         Args:
             index: the index of the device.
-            storage: the storage, which gets a reference to its allocation.
-            label: the use of the memory. A storage that already has memory keeps its label.
+            storage: the storage. Its attribute ``_allocation`` is set to the new ``Allocation``.
+            label: what the memory is used for. A storage that already has memory keeps its label.
 
         Raises:
             torch.OutOfMemoryError: the storage does not fit on the device.
@@ -129,36 +142,40 @@ class Machine:
             if earlier.block.num_bytes == round_up(storage.nbytes()):
                 return
             label = earlier.block.label
-        # The allocation ends when the storage is deallocated.
+        # Only the storage refers to the allocation, which ends when the storage is deallocated.
         storage._allocation = self.ledgers[index].allocate(
             storage.nbytes(), label, marks_peak=not self.thread.is_adding_gradients
         )
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
-        """Count a copy between different devices."""
+        """Add ``num_bytes`` to the bytes copied from ``source`` to ``target``, if these differ."""
         with self._lock:
             self._copied_bytes[source, target] += num_bytes * (source != target)
 
     def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
-        """Return the bytes copied, by pair (source, target)."""
+        """Return the number of bytes copied, for each pair of devices ``(source, target)``."""
         with self._lock:
             return dict(+self._copied_bytes)
 
 
 def label_of_results(machine: Machine) -> Label:
-    """Return the label of the running operator's results."""
+    """Return what the memory of the running operator's results is used for, such as activation."""
     if makes_parameter_gradients():
         return Label.GRADIENT
     return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread runs a node of a backward pass."""
+    """Return whether this thread is now running a node of a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def makes_parameter_gradients() -> bool:
-    """Return whether this thread runs a node that accumulates gradients of leaves."""
+    """Return whether the autograd node that this thread runs makes gradients of leaf tensors.
+
+    This is so if the node is an ``AccumulateGrad`` node, or if all results of the node go to
+    ``AccumulateGrad`` nodes.
+    """
     if not is_in_backward():
         return False
     with looking_at_nodes:
@@ -185,10 +202,10 @@ _lock = threading.Lock()
 
 
 def current_machine() -> Machine:
-    """Return the machine of the open ``emulate_devices`` context.
+    """Return the ``Machine`` of the open ``emulate_devices`` context.
 
     Raises:
-        EmulationError: no context is open.
+        EmulationError: no ``emulate_devices`` context is open.
     """
     if _current is None:
         raise EmulationError(
@@ -205,7 +222,11 @@ def has_machine() -> bool:
 
 @contextmanager
 def make_current(machine: Machine) -> Iterator[None]:
-    """Make ``machine`` the current machine inside a ``with`` block, and close it at the end."""
+    """Let ``current_machine`` return ``machine`` inside a ``with`` block, then close ``machine``.
+
+    Raises:
+        EmulationError: there is a current machine already.
+    """
     global _current
     with _lock:
         if _current is not None:
@@ -222,10 +243,13 @@ def make_current(machine: Machine) -> Iterator[None]:
 
 
 def is_emulated(device: torch.device) -> bool:
-    """Return whether the device is one of the open ``emulate_devices`` context."""
+    """Return whether ``device`` is a device of the open ``emulate_devices`` context.
+
+    Return False if no context is open.
+    """
     return has_machine() and device.type == current_machine().device_type
 
 
 def is_symbolic(device: torch.device) -> bool:
-    """Return whether the device is an emulated one that keeps shapes only."""
+    """Return whether ``device`` is an emulated device that keeps only the shapes of tensors."""
     return is_emulated(device) and current_machine().symbolic

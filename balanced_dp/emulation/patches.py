@@ -1,4 +1,4 @@
-"""Patches of torch while an ``emulate_devices`` context is open."""
+"""The changes to torch (patches) that hold while an ``emulate_devices`` context is open."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _patches(machine: Machine) -> Patches:
         torch.nn.Module: {"_apply": _apply_in_place},
         torch.utils: {"swap_tensors": _swap_data},
         torch.Tensor: {"as_subclass": _as_subclass},
-        # torch.manual_seed calls this function for devices outside of torch, but torch's own
-        # version knows only PrivateUse1.
+        # torch.manual_seed calls this function to seed the generators of devices that torch does
+        # not know, but torch's own version of this function knows only PrivateUse1.
         torch.random: {"_seed_custom_device": machine.manual_seed_all},
         # By default, optimizers on CUDA update all parameters at once (foreach), which takes
         # temporary memory for all parameters. On request they use a fused kernel, which takes none.
@@ -127,7 +127,10 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _swap_data(parameter: Any, other: torch.Tensor) -> None:
-    """Swap two tensors, but keep the attributes and hooks of the first, as ``.data = ...`` does."""
+    """Swap two tensors, but let ``parameter`` keep its attributes and hooks.
+
+    An assignment to ``parameter.data`` keeps them, too.
+    """
     attributes = {k: v for k, v in vars(parameter).items() if k not in ("_elem", "_machine")}
     hooks = {name: getattr(parameter, name) for name in _HOOKS}
     _swap_all(parameter, other)
@@ -138,7 +141,10 @@ def _swap_data(parameter: Any, other: torch.Tensor) -> None:
 
 
 def _no_files() -> Patches:
-    """Save no files in symbolic mode: saving would fail after emptying the file."""
+    """Return patches by which ``torch.save`` and safetensors write no files, but warn.
+
+    They are for symbolic mode: without values, saving would fail after it has emptied the file.
+    """
     save = torch.save
 
     def skip(path: Any) -> None:
@@ -171,7 +177,8 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         raise
 
 
-# Only an optimizer knows which tensors are its state, so hooks on its step label them.
+# Only an optimizer knows which tensors are its state, so hooks on the optimizer's step label these
+# tensors.
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

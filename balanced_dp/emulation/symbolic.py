@@ -1,6 +1,7 @@
-"""Symbolic mode: known values, and operators that run on shapes only.
+"""Symbolic mode: which tensors have values, and how operators run on shapes only.
 
-A tensor whose values are not known is on torch's ``meta`` device.
+An emulated tensor wraps another tensor. If the values of a tensor are not known, the wrapped tensor
+is on torch's ``meta`` device and has only a shape.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ META = torch.device("meta")
 
 
 def is_known(elem: torch.Tensor) -> bool:
-    """Return whether a wrapped tensor has values, not only a shape."""
+    """Return whether ``elem``, a wrapped tensor, has values, and not only a shape."""
     return not elem.is_meta
 
 
 def is_unknown_dtype(dtype: torch.dtype) -> bool:
-    """Return whether tensors of this dtype have only a shape in symbolic mode."""
+    """Return whether tensors of type ``dtype`` have only a shape in symbolic mode."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def is_written(argument: torch.Argument) -> bool:
-    """Return whether an operator writes to the tensors of this argument."""
+    """Return whether an operator writes to the tensors that are passed as ``argument``."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
@@ -44,19 +45,21 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
 
 
 class UnknownStorage(torch.UntypedStorage):
-    """A storage without data, but with an address of its own, which safetensors reads."""
+    """A storage without data that has a unique address, because safetensors reads the address."""
 
     def data_ptr(self) -> int:
-        """Return a number that no other storage has."""
+        """Return a number that differs from the number of every other storage."""
         return self._cdata  # type: ignore[no-any-return]
 
 
 class SymbolicOperator:
-    """One of torch's operators, which runs on shapes unless the values of all tensors are known.
+    """A callable that runs one of torch's operators in symbolic mode.
 
-    Layers and steps repeat, and torch computes many shapes in Python, which is slow. So an operator
-    runs once for given layouts and numbers. Later calls with equal layouts and numbers only create
-    outputs with the same layouts.
+    If the values of all tensors are known, the operator computes values. If not, it runs on shapes
+    only. Torch computes many shapes in Python, which is slow, and the layers of a model and the
+    steps of a training repeat the same shapes. So the operator runs on shapes once for each
+    combination of tensor layouts (sizes, strides and dtypes) and other arguments. Later calls with
+    an equal combination only create outputs with the same layouts.
     """
 
     __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")
@@ -73,11 +76,11 @@ class SymbolicOperator:
         self.repeats = torch.Tag.inplace_view not in func.tags and not any(
             a.is_out or a.name == "generator" for a in arguments
         )
-        """Whether equal arguments give outputs with equal layouts."""
+        """Whether calls with equal arguments return outputs with equal layouts."""
         self.make_outputs: dict[Any, _MakeOutputs] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the operator.
+        """Run the operator, on shapes only if some values are not known.
 
         Raises:
             SymbolicValueError: the operator needs values that are not known, or would write unknown
@@ -119,9 +122,12 @@ class SymbolicOperator:
 
 
 def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Replace masks by the integer indices of their true elements.
+    """Return ``indices`` with each mask replaced by the integer indices of its true elements.
 
-    The shape of the result depends on the number of true elements.
+    The number of true elements decides the shape of the result of indexing.
+
+    Raises:
+        SymbolicValueError: the values of a mask are not known.
     """
     result: list[torch.Tensor | None] = []
     for index in indices:
@@ -144,13 +150,16 @@ def _to_meta(value: Any) -> Any:
 
 
 _MakeOutputs = Callable[[list[torch.Tensor]], Any]
-"""A function that creates the outputs of an operator from its tensor arguments."""
+"""A function that takes the tensor arguments of an operator and creates the outputs."""
 
 _MAX_KEYS = 2**12
 
 
 def _key(values: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Return the layouts and numbers among ``values``, and append the tensors to ``tensors``."""
+    """Return a key of ``values``, and append the tensors among the values to ``tensors``.
+
+    The key contains the layout of each tensor, and the type and value of each other argument.
+    """
     key: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -169,16 +178,18 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _MakeOutputs | None:
-    """Return a function that creates outputs with the layouts of ``out``, or None if unclear.
+    """Return a function that creates outputs with the layouts of ``out``.
 
-    ``storages`` begins with the storages of the inputs; the storages of new outputs are appended.
+    Return None if ``out`` contains a value for which this is not supported, such as a tensor whose
+    values are known, or a view of an input. ``storages`` begins with the storages of the inputs.
+    This function appends the storages of new outputs.
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]
         known = [make for make in parts if make]
         if len(known) < len(parts):
             return None
-        return lambda tensors: kind([make(tensors) for make in known])  # without keeping out
+        return lambda tensors: kind([make(tensors) for make in known])  # keeps no reference to out
     if out is None:
         return lambda tensors: None
     if not isinstance(out, torch.Tensor) or is_known(out) or out.layout is not torch.strided:

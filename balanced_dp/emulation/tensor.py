@@ -1,9 +1,10 @@
-"""The tensor of an emulated device: it wraps a CPU tensor and is counted in the device's ledger.
+"""The class ``EmulatedTensor``: a tensor on an emulated device, which wraps a CPU tensor.
 
-``__torch_dispatch__`` intercepts every operator below autograd, so torch itself handles gradients,
-hooks and views. The method checks that all tensors are on one device, runs the operator on the
-wrapped CPU tensors, and enters the results in the device's ledger. In symbolic mode, a wrapped
-tensor whose values are not known is on torch's ``meta`` device: it has a shape and no data.
+``EmulatedTensor.__torch_dispatch__`` intercepts every operator below autograd, so torch itself
+handles gradients, hooks and views. This method checks that all tensors are on one device, runs the
+operator on the wrapped CPU tensors, and records the memory of the results in the ledger of the
+device. In symbolic mode, a wrapped tensor whose values are not known is on torch's ``meta`` device:
+it has a shape and no data.
 """
 
 from __future__ import annotations
@@ -32,15 +33,21 @@ from .symbolic import (
 
 # Torch's type stubs lack this name, and other names of torch._C below.
 AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-"""The autocast key of emulated tensors; torch skips it unless autocast is on. See autocast.py."""
+"""The dispatch key for which ``autocast.py`` registers the autocast kernels of emulated tensors.
+
+Torch skips this key unless autocast is on.
+"""
 
 _EXTRA_KEYS = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
 PROVISIONAL = (Label.ACTIVATION, Label.OTHER)
-"""Labels that a more specific one may replace later."""
+"""The labels (uses of memory) that a more specific label may replace later."""
 
 HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-"""The operators with an implementation of their own; ``kernels.py`` fills this dictionary."""
+"""For each operator with a special implementation on emulated devices, that implementation.
+
+``kernels.py`` fills this dictionary.
+"""
 
 
 # ``Tensor.data`` is a descriptor, but torch's stubs declare a plain attribute.
@@ -48,10 +55,13 @@ _torch_data: Any = torch.Tensor.data
 
 
 class EmulatedTensor(torch.Tensor):
-    """A tensor on an emulated device, made by torch's factories and by ``.to("lazy:0")``."""
+    """A tensor on an emulated device, as factories of torch and ``.to("lazy:0")`` return it."""
 
     _elem: torch.Tensor
-    """The wrapped CPU (or meta) tensor, of the same shape and strides, that has the data."""
+    """The wrapped tensor, which holds the data of this tensor and has its shape and strides.
+
+    It is a CPU tensor, or a meta tensor if the values are not known.
+    """
     _machine: Machine
 
     # __torch_dispatch__ intercepts operators below autograd. So __torch_function__, which would
@@ -70,7 +80,7 @@ class EmulatedTensor(torch.Tensor):
         return _handler(func)(*args, **(kwargs or {}))
 
     def as_subclass(self, cls: type[torch.Tensor]) -> Any:
-        """Return a view whose class is a subclass of both ``cls`` and ``EmulatedTensor``."""
+        """Return a view of this tensor as an instance of both ``cls`` and ``EmulatedTensor``."""
         result = self.view_as(self)
         result.__class__ = _emulated_subclass(cls)
         return result
@@ -78,7 +88,7 @@ class EmulatedTensor(torch.Tensor):
     # Methods that torch implements for its own tensors only.
 
     def _set_data(self, value: torch.Tensor) -> None:
-        """Replace the data and the device by those of ``value``."""
+        """Replace the data and the device of this tensor by those of ``value``."""
         _torch_data.__set__(self, value)
         assert isinstance(value, EmulatedTensor)  # torch accepts no other tensor
         self._elem, self._machine = value._elem, value._machine
@@ -86,7 +96,7 @@ class EmulatedTensor(torch.Tensor):
     data: Any = property(_torch_data.__get__, _set_data)
 
     def item(self) -> Any:
-        """Return the value as a number."""
+        """Return the value of this tensor, which must have one element, as a Python number."""
         if current_machine().reads_unknown_as_nan and not is_known(elem_of(self)):
             return False if self.dtype is torch.bool else math.nan  # comparing with NaN is False
         return super().item()
@@ -98,22 +108,26 @@ class EmulatedTensor(torch.Tensor):
         return float(self.item())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the wrapped tensor; a tensor and its views share it."""
+        """Return the storage of the wrapped tensor. A tensor and its views share this storage."""
         storage = elem_of(self).untyped_storage()
         if not is_known(self._elem):
             storage.__class__ = UnknownStorage
         return storage
 
     def data_ptr(self) -> int:
-        """Return the address of the first element."""
+        """Return the address of the first element of this tensor."""
         return self.untyped_storage().data_ptr() + int(self.storage_offset()) * self.itemsize
 
     def tolist(self) -> Any:
-        """Return the values as nested lists."""
+        """Return the values of this tensor as nested lists."""
         return self.cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a copy as an array if ``force``, else raise a TypeError, as on CUDA."""
+        """Return a copy of this tensor as a NumPy array if ``force`` is true.
+
+        Raises:
+            TypeError: ``force`` is false. A CUDA tensor raises the same error.
+        """
         if force:
             return self.detach().cpu().resolve_conj().resolve_neg().numpy()
         raise TypeError(
@@ -139,15 +153,15 @@ class EmulatedTensor(torch.Tensor):
         return self._leaf(self.detach().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the CPU tensor, so that checkpoints load without emulated devices."""
+        """Pickle this tensor as a CPU tensor, so that checkpoints load without emulated devices."""
         elem = elem_of(self).detach()
         require_known(elem, "saving it")
         return self._leaf(elem).__reduce_ex__(protocol)
 
     def _leaf(self, data: torch.Tensor) -> torch.Tensor:
-        """Return ``data`` as a leaf with this tensor's requires_grad.
+        """Return ``data`` as a leaf tensor with the ``requires_grad`` of this tensor.
 
-        The leaf is a parameter if this tensor is a parameter.
+        If this tensor is an ``nn.Parameter``, so is the leaf tensor.
         """
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(data, self.requires_grad)
@@ -155,7 +169,7 @@ class EmulatedTensor(torch.Tensor):
 
 
 class Operator:
-    """One of torch's operators, which runs on the wrapped tensors of its arguments."""
+    """A callable that runs one of torch's operators on emulated tensors."""
 
     __slots__ = ("draws_random_numbers", "func", "may_reshape", "on_shapes", "refused_cpu_dims")
 
@@ -170,7 +184,7 @@ class Operator:
         self.may_reshape = not keeps_shapes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on the wrapped tensors and wrap the outputs."""
+        """Run the operator on the tensors that the arguments wrap, and wrap the outputs."""
         wrapped = Wrapped(self.func)
         machine = wrapped.machine
         elem_args = [
@@ -204,10 +218,11 @@ operator = functools.cache(Operator)
 
 @functools.cache
 def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return the object that runs an operator on emulated tensors."""
+    """Return the callable that runs the operator ``func`` on emulated tensors."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-    # Autograd decomposes composite operators. Inference mode skips autograd, so they arrive here.
+    # Autograd decomposes composite operators into others. Inference mode skips autograd, so in that
+    # mode composite operators arrive here.
     return HANDLERS.get(func) or (func.decompose if is_composite else operator(func))
 
 
@@ -219,7 +234,8 @@ def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
         return cls
 
     def torch_function(both: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Results are of cls, since they may be on the CPU; as_subclass makes them emulated again.
+        # Results are of class cls, since they may be on the CPU. If a result is emulated,
+        # EmulatedTensor.as_subclass gives it the class that this function is for.
         known = [cls if kind is both else kind for kind in types]
         return cls.__torch_function__(func, known, args, kwargs)
 
@@ -239,7 +255,11 @@ def _refuse_attributes(self: object, attributes: object) -> None:
 
 
 class Wrapped:
-    """The emulated tensors of one call: their device, and the wrapper of each wrapped tensor."""
+    """The emulated tensors in the arguments of one call of an operator, and their device.
+
+    ``unwrap`` replaces emulated tensors in the arguments by the tensors that they wrap. ``wrap``
+    replaces the tensors in the output by emulated tensors.
+    """
 
     __slots__ = ("_index", "_other", "by_elem", "func", "label", "machine")
 
@@ -254,7 +274,8 @@ class Wrapped:
     def unwrap(self, value: Any, refused_cpu_dims: float = 1) -> Any:
         """Return ``value`` with each emulated tensor replaced by the tensor that it wraps.
 
-        A CPU tensor is on the wrong device if it has ``refused_cpu_dims`` or more dimensions.
+        A CPU tensor with ``refused_cpu_dims`` or more dimensions is taken for a tensor on the wrong
+        device, so ``index`` then raises an error.
         """
         if isinstance(value, EmulatedTensor):
             elem = elem_of(value)
@@ -275,7 +296,7 @@ class Wrapped:
 
     @property
     def index(self) -> int:
-        """The index of the device of all tensors.
+        """The index of the device on which all emulated tensors of the call are.
 
         Raises:
             RuntimeError: the tensors are on several devices.
@@ -289,10 +310,11 @@ class Wrapped:
         return self._index
 
     def wrap(self, out: Any, index: int | None = None) -> Any:
-        """Return ``out`` with each tensor replaced by an emulated one.
+        """Return ``out``, an operator's output, with each tensor replaced by an emulated tensor.
 
-        If the operator returned one of its arguments, that argument keeps its wrapper. New tensors
-        are on the device with the given index, by default the device of the arguments.
+        If the operator returned one of its arguments, the result is the emulated tensor that was
+        passed as this argument. Other tensors are wrapped in new tensors on the device ``index``,
+        by default the device of the arguments.
         """
         if index is None:
             index = self.index
@@ -300,7 +322,7 @@ class Wrapped:
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
                 wrapper = wrap_elem(out, self.machine, index, self.label)
-            if self.label is Label.GRADIENT:  # it may be a view of memory with another label
+            if self.label is Label.GRADIENT:  # out may be a view of memory with another label
                 set_label(wrapper, self.label)
             return wrapper
         if type(out) in (tuple, list):
@@ -312,7 +334,11 @@ _DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
 
 
 def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) -> EmulatedTensor:
-    """Return ``elem`` as a tensor on a device; enter it in the device's ledger unless it is a view.
+    """Return a new tensor on the emulated device ``index`` that wraps ``elem``.
+
+    The memory of ``elem`` is recorded in the ledger of the device, with ``label`` (what the memory
+    is used for). If ``elem`` is a view of recorded memory, nothing is recorded. In symbolic mode, a
+    floating-point or complex ``elem`` is first replaced by a meta tensor of the same shape.
 
     Raises:
         torch.OutOfMemoryError: the tensor does not fit on the device.
@@ -341,7 +367,13 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
 
 
 def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the strided tensors that have the data; a sparse tensor has no storage of its own."""
+    """Return the strided tensors that have the data of ``elem``.
+
+    They are ``elem`` itself, or if ``elem`` is a sparse COO tensor, its indices and its values.
+
+    Raises:
+        EmulationError: ``elem`` has another layout.
+    """
     if elem.layout is torch.strided:
         return (elem,)
     if elem.layout is torch.sparse_coo:
@@ -353,10 +385,12 @@ def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
-    """Return the wrapped tensor; label its memory if ``tensor`` is an ``nn.Parameter``.
+    """Return the CPU or meta tensor that ``tensor`` wraps.
+
+    If ``tensor`` is an ``nn.Parameter``, its memory is labelled as the memory of a parameter.
 
     Raises:
-        EmulationError: the tensor's ``emulate_devices`` context has ended.
+        EmulationError: the ``emulate_devices`` context in which ``tensor`` was created has ended.
     """
     if tensor._machine.is_closed:
         fact = f"this tensor was on {tensor.device}, whose emulate_devices context has ended"
@@ -367,13 +401,16 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
 
 
 def allocations_of(tensor: EmulatedTensor) -> list[Allocation]:
-    """Return the allocations of a tensor: a strided one has one, a sparse one has one per part."""
+    """Return the ``Allocation`` of each storage of ``tensor``: one if strided, two if sparse."""
     storages: list[Any] = [part.untyped_storage() for part in _parts(tensor._elem)]
     return [storage._allocation for storage in storages]  # set by Machine.enter
 
 
 def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL) -> None:
-    """Label the memory of ``tensor`` if it is emulated and its present label is in ``over``."""
+    """Label the memory of ``tensor`` with ``label``, if its present label is in ``over``.
+
+    A label says what memory is used for. If ``tensor`` is not an emulated tensor, do nothing.
+    """
     if isinstance(tensor, EmulatedTensor):
         for allocation in allocations_of(tensor):
             if allocation.block.label in over:
@@ -381,10 +418,10 @@ def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL
 
 
 def _refused_cpu_dims(argument: torch.Argument) -> float | None:
-    """Return the least number of dimensions with which a CPU tensor is refused as an argument.
+    """Return the smallest number of dimensions for which CPU tensors are refused as ``argument``.
 
-    As on CUDA, a 0-dim CPU tensor counts as a number, unless it is in a list or written to. None
-    means that the argument has no tensors.
+    As on CUDA, a 0-dimensional CPU tensor is accepted as a number, unless it is in a list or is
+    written to. None means that ``argument`` takes no tensors.
     """
     if "Tensor" not in str(argument.type):
         return None

@@ -22,21 +22,25 @@ _TORCHS: Any = nn.DataParallel
 
 
 WrappedAt = tuple[str, int]
-"""The file and the line of a call by which a script wraps a model."""
+"""The file and the line in which a script wraps a model."""
 
 
 @contextmanager
 def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     """Replace ``nn.DataParallel``, ``data_parallel`` and ``Trainer`` inside a ``with`` block.
 
-    The replacement takes the arguments of ``nn.DataParallel``, and ``isinstance`` answers as
-    before. If a script subclasses ``nn.DataParallel`` and overrides a method such as ``forward`` or
-    ``scatter``, the subclass is derived from torch's class, not from the replacement. ``loop``
-    splits the batches of all instances of ``BalancedDataParallel`` without ``device_weights``,
-    including those that the script creates itself.
+    The replacement of ``nn.DataParallel`` takes the same arguments, and ``isinstance`` gives the
+    same results as before. If a script subclasses ``nn.DataParallel`` and overrides a method such
+    as ``forward`` or ``scatter``, the subclass is derived from torch's class, not from the
+    replacement.
+
+    Args:
+        loop: the object that splits the batches of all instances of ``BalancedDataParallel``
+            without ``device_weights``, including those that the script creates itself.
 
     Yields:
-        A list of the calls that wrap a model. Each new call is appended.
+        A list of the places at which the script wraps a model. When the script wraps a model at a
+        new place, the place is appended. Models that a Trainer wraps are not in the list.
     """
     calls: list[WrappedAt] = []
     initialize = BalancedDataParallel.__init__
@@ -53,7 +57,8 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
                 calls.append(call)
 
     function = functools.partial(balanced_data_parallel, None)
-    file = sys.modules["torch.nn.parallel.data_parallel"]  # a function of this name hides it
+    # As an attribute of torch.nn.parallel, this module is hidden by the function of the same name.
+    file = sys.modules["torch.nn.parallel.data_parallel"]
     with ExitStack() as stack:
         for owner, name, ours in (
             (BalancedDataParallel, "__init__", initialize_recorded),
@@ -66,14 +71,14 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
 
 
 class _Meta(type):
-    """Counts instances of torch's class as instances of ``DataParallel``."""
+    """The metaclass of ``DataParallel``: instances of torch's class count as its instances, too."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type.__instancecheck__(_TORCHS if cls is DataParallel else cls, instance)
 
 
 class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
-    """The replacement of ``nn.DataParallel``."""
+    """The replacement of ``nn.DataParallel``: a ``BalancedDataParallel`` without ``gpu0_bsz``."""
 
     __module__ = "torch.nn.parallel.data_parallel"  # where pickle looks for it
 
@@ -87,11 +92,12 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 
 
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
-    """Find the module ``transformers.trainer``. After its import, make every trainer balanced.
+    """Find the module ``transformers.trainer`` for an import, and make its trainers balanced.
 
-    A trainer of a class C becomes an instance of ``class Balanced(BalancedTrainer, C)``, the class
-    that the report suggests. Classes that the script derives from ``BalancedTrainer`` stay as they
-    are.
+    This is the ``find_spec`` of a finder in ``sys.meta_path``. For other modules, it returns None.
+    After the import, a trainer of a class C is created as an instance of ``class
+    Balanced(BalancedTrainer, C)``, the class that the report of the run suggests. Trainers of
+    classes that the script itself derives from ``BalancedTrainer`` stay as they are.
     """
     spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
     if spec is None:
@@ -100,7 +106,8 @@ def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
 
     def execute_and_replace(module: Any) -> None:
         execute(module)
-        from .transformers import BalancedTrainer  # imports the class that is replaced
+        # This import is here because it imports transformers.trainer, whose class is replaced.
+        from .transformers import BalancedTrainer
 
         initialize = functools.partialmethod(BalancedTrainer.__init__, gpu0_bsz=None)
 

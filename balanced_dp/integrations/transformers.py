@@ -1,7 +1,8 @@
-"""A ``Trainer`` of Hugging Face's transformers that gives device 0 a smaller chunk.
+"""A ``Trainer`` of Hugging Face's transformers that gives the first device fewer samples.
 
 On several GPUs without a distributed launcher, ``Trainer`` wraps the model in ``nn.DataParallel``.
-``BalancedTrainer`` wraps it in ``BalancedDataParallel``; nothing else changes in a script.
+``BalancedTrainer`` wraps the model in ``BalancedDataParallel`` instead. The rest of a script need
+not be changed.
 """
 
 from __future__ import annotations
@@ -41,24 +42,31 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     """A ``BalancedDataParallel`` that gathers only the outputs that ``Trainer`` needs."""
 
     gathers_loss_only = False
-    """Whether only the loss is gathered."""
+    """Whether ``gather`` joins only the loss, and leaves out the other outputs."""
 
     autocast_dtype: torch.dtype | None = None
     """The dtype of autocast, or None to leave autocast as it is."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run under autocast and return float32, as accelerate does with a bare model."""
+        """Run the model under autocast, and return its outputs converted to float32.
+
+        Accelerate does the same with a model that is not wrapped.
+        """
         if self.autocast_dtype is None:
             return super().forward(*inputs, **kwargs)
         with torch.autocast(self.devices[0].type, self.autocast_dtype):
             return convert_to_fp32(super().forward(*inputs, **kwargs))
 
     def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
-        """Gather the outputs that ``Trainer`` needs."""
+        """Return the outputs that ``Trainer`` needs, joined on ``output_device``."""
         return super().gather([*map(self._select, outputs)], output_device)
 
     def _select(self, output: Any) -> Any:
-        """Return only the loss, or all outputs but key-value caches, which the Trainer ignores."""
+        """Return the part of a replica's output that ``Trainer`` needs.
+
+        This is the loss if ``gathers_loss_only`` is True, and otherwise everything except key-value
+        caches, which ``Trainer`` ignores.
+        """
         if isinstance(output, Mapping):
             names = [name for name in output if not isinstance(output[name], Cache)]
             names = ["loss"] if self.gathers_loss_only and "loss" in output else names
@@ -70,22 +78,23 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
 class BalancedTrainer(Trainer):
     """A ``Trainer`` that splits each batch unevenly over the devices.
 
-    As with ``Trainer``, a batch has ``per_device_train_batch_size`` samples times the number of
-    devices; at most ``gpu0_bsz`` of them are on the first device. Loss and gradients are those of
-    the whole batch on one device, as with any ``BalancedDataParallel``. Only the loss is gathered,
-    unless ``compute_loss`` is overridden or needs the logits. Replicas run under the Trainer's
-    autocast.
+    As with ``Trainer``, the number of samples in a batch is ``per_device_train_batch_size`` times
+    the number of devices. At most ``gpu0_bsz`` of the samples are on the first device. Loss and
+    gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``. Only
+    the loss is gathered, unless ``compute_loss`` is overridden or needs the logits. If the Trainer
+    uses the mixed precision ``"bf16"`` or ``"fp16"``, the replicas run under autocast.
 
-    For a subclass of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer, MyTrainer)``.
-    It takes the arguments of both of its bases.
+    For a subclass ``MyTrainer`` of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer,
+    MyTrainer)``. This class takes the arguments of both of its bases.
 
-    ``Trainer`` sees a single device: ``trainer.args`` has ``n_gpu`` 1 and the batch size of all
-    devices. With one device, in a distributed launch, and with a model that is compiled, quantized
-    or spread over several devices (``device_map``), the class behaves as ``Trainer``.
+    The code of ``Trainer`` sees a single device: in ``trainer.args``, ``n_gpu`` is 1, and the batch
+    size per device is that of all devices together. With one device, in a distributed launch, and
+    with a model that is compiled, quantized or spread over several devices (``device_map``), the
+    class behaves as ``Trainer``.
 
     Args:
         *args: arguments of ``Trainer``.
-        gpu0_bsz: maximum chunk size of the first device, ``"auto"`` or None, as for
+        gpu0_bsz: the most samples of a batch that the first device gets, ``"auto"`` or None, as for
             ``BalancedDataParallel``.
         device_ids: the devices, as for ``BalancedDataParallel``; None means those that
             ``Trainer`` would use. The model is moved to the first one.
@@ -93,10 +102,12 @@ class BalancedTrainer(Trainer):
             ``scalar_outputs``, ``split`` and ``spread`` of ``BalancedDataParallel``.
 
     Attributes:
-        parallel_model: the wrapped model; None before its first call, or if it is not wrapped.
+        parallel_model: the ``BalancedDataParallel`` that wraps the model. It is None before
+            ``Trainer`` first wraps its model, and if the class behaves as ``Trainer``.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the devices or the split are invalid.
+        ArgumentError, ArgumentTypeError: ``device_ids`` or an argument of ``BalancedDataParallel``
+            is invalid, or ``device_ids`` is given in a distributed launch or with a ``device_map``.
     """
 
     model: Any
@@ -120,7 +131,11 @@ class BalancedTrainer(Trainer):
             raise ArgumentError("leave device_ids out in a distributed launch or with a device_map")
 
     def _use(self, devices: list[torch.device]) -> None:
-        """Show ``Trainer`` one device and the whole batch, so that it does not rescale losses."""
+        """Let ``Trainer`` see one device with the whole batch, so that it does not rescale losses.
+
+        Args:
+            devices: the devices of the model.
+        """
         self._wrapping["device_ids"] = devices
         self.args = copy.copy(self.args)  # the caller may pass them to another Trainer
         self.args.per_device_train_batch_size *= len(devices)
@@ -132,7 +147,10 @@ class BalancedTrainer(Trainer):
             self._move_model_to_device(self.model, devices[0])
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the model to call; training and evaluation share one wrapper."""
+        """Return the model that ``Trainer`` calls, wrapped in ``BalancedDataParallel`` if possible.
+
+        Training and evaluation use the same wrapper.
+        """
         if self.parallel_model is not None and model is self.parallel_model.module:
             return self.parallel_model
         wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
@@ -147,12 +165,12 @@ class BalancedTrainer(Trainer):
     def compute_loss(  # type: ignore[override]  # Trainer's names each argument
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """Return the loss of the whole batch, as ``Trainer.compute_loss``."""
+        """Return the loss of the whole batch, as ``Trainer.compute_loss`` does."""
         with self._gathering(not return_outputs, {"compute_loss"}):
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``Trainer.evaluation_loop``; all batches share one copy of the weights."""
+        """Run ``Trainer.evaluation_loop``, with weights that are copied once for all batches."""
         model = self._wrap_model(self.model, training=False)
         shared = model.shared_weights() if isinstance(model, _TrainerParallel) else nullcontext()
         loss_only = bool(kwargs.get("prediction_loss_only"))
@@ -160,11 +178,14 @@ class BalancedTrainer(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _gathering(self, loss_only: bool, methods: set[str]) -> AbstractContextManager[object]:
-        """Gather only the loss in a ``with`` block, unless a subclass or loss function needs more.
+        """Return a context manager inside which only the loss is gathered, if that is sufficient.
+
+        It is not sufficient if a subclass overrides one of ``methods``, or if the user has given a
+        ``compute_loss_func``.
 
         Args:
             loss_only: whether the caller needs only the loss.
-            methods: the methods of ``Trainer`` that see the outputs.
+            methods: the names of the methods of ``Trainer`` that see the outputs of the model.
         """
         owners = [cls for cls in type(self).__mro__ if methods & set(vars(cls))]
         is_plain = owners == [BalancedTrainer, Trainer] and self.compute_loss_func is None
@@ -174,14 +195,17 @@ class BalancedTrainer(Trainer):
 
 
 class _Callback(TrainerCallback):
-    """A callback that reads the wrapped model of a trainer."""
+    """A callback that reads the ``parallel_model`` of a ``BalancedTrainer``."""
 
     def __init__(self, trainer: BalancedTrainer) -> None:
         self._trainer: Any = trainer
 
 
 class _KeepSplit(_Callback):
-    """Stores the result of ``gpu0_bsz="auto"`` in the Trainer's state, and loads it from there."""
+    """A callback that stores the result of ``gpu0_bsz="auto"``, a split, in the Trainer's state.
+
+    The split is stored after each step. It is loaded from the state when training begins.
+    """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         parallel, stored = self._trainer.parallel_model, state.stateful_callbacks.get(STATE_KEY)
@@ -198,27 +222,28 @@ class MemoryCallback(_Callback):
     """A callback that logs the peak memory of each device whenever the Trainer logs.
 
     The values are those of ``MemoryLogger``. There is one peak for each device: for example,
-    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory occupied by tensors since the last
-    record. ``memory/imbalance`` is (max - min) / max of these peaks.
+    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory occupied by tensors on this device
+    since the last time that the peaks were logged. ``memory/imbalance`` is (max - min) / max of the
+    peaks of all devices.
 
     Args:
         trainer: a ``BalancedTrainer``.
 
     Raises:
-        ProbeError: when training begins, if the devices do not count their memory.
+        ProbeError: the devices do not count their memory. This is raised when training begins.
 
     Examples:
         ``trainer.add_callback(MemoryCallback(trainer))``
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Create the logger if the model is wrapped."""
+        """Create a ``MemoryLogger`` if the model is wrapped in ``BalancedDataParallel``."""
         self._values: dict[str, float] = {}
         parallel = self._trainer.parallel_model
         self._logger = parallel and MemoryLogger(parallel, self._store, every=1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log the peaks if the Trainer logs after this step."""
+        """Log the peak memory of each device if the Trainer logs after this step."""
         if self._logger and control.should_log:
             self._logger.step()
             self._trainer.log(dict(self._values))

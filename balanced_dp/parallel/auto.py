@@ -1,4 +1,8 @@
-"""Choose the chunk sizes of each call: by a number, by weights, or by watching a loop."""
+"""Choose how many samples of a batch each device gets.
+
+``SplitPolicy`` splits by numbers that the user gives. ``AutoSplit`` searches for the best split
+while a training loop runs.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,20 @@ from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
 _LARGE = 2**20
-"""A batch so large that its split shows device 0's share."""
+"""A batch size so large that rounding does not hide the share that device 0 gets of it."""
 
 STATE_KEY = "auto_split"
-"""The key of the result of "auto" in a checkpoint."""
+"""The key, in the metadata of a state dict, for the split found by ``gpu0_bsz="auto"``."""
 
 
 class SplitPolicy:
-    """How batches are split: by a number or by weights.
+    """A fixed rule that splits each batch over the devices.
 
     Args:
         gpu0_bsz: the most samples for the first device, or None for no limit.
         devices: the devices that share a batch.
-        device_weights: if given, batches are split in proportion to them.
+        device_weights: one number for each device. If given, batches are split in proportion to
+            these numbers.
 
     Raises:
         ArgumentError: an argument is out of its range, or the arguments conflict.
@@ -55,17 +60,22 @@ class SplitPolicy:
         self.split(0)  # raises an error if an argument is out of range
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk size of each device for a batch of the next call."""
+        """Return each device's number of samples for a batch of ``batch_size`` samples."""
         if self.device_weights is not None:
             return split_by_weights(batch_size, self.device_weights, self.gpu0_bsz)
         limit = batch_size if self.gpu0_bsz is None else self.gpu0_bsz
         return split_batch(batch_size, len(self.devices), limit)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk size of each device for this call.
+        """Return how many samples each device gets in the call that begins now.
+
+        Args:
+            module: the module that the call runs; this class does not use it.
+            batch_size: the number of samples in the batch of the call.
 
         Warns:
-            BalanceWarning: ``gpu0_bsz`` has no effect on the first batch.
+            BalanceWarning: ``gpu0_bsz`` has no effect on the first batch, because it is not below
+                the even share of this batch.
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         has_no_effect = batch_size > 1 and even <= (self.gpu0_bsz or 0)
@@ -77,46 +87,48 @@ class SplitPolicy:
         return chunk_sizes
 
     def remedy(self, batch_size: int) -> str:
-        """Return the remedy for an out-of-memory error."""
+        """Return the advice to add to an out-of-memory error."""
         return "the full device needs fewer samples: gpu0_bsz, device_weights, or a smaller batch"
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return a state for a later run to start with, as numbers and lists, or None."""
+        """Return None, because a fixed rule has nothing to save in a checkpoint."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start with the state of an earlier run, unless training has begun."""
+        """Do nothing, because a fixed rule does not depend on the state of an earlier run."""
 
 
 def smallest_chunk(module: nn.Module) -> int:
-    """Return the fewest samples that a replica can train on.
+    """Return the smallest number of samples in a chunk that a replica of ``module`` can train on.
 
-    Two if a batch norm computes its statistics from the chunk, otherwise one. A batch norm refuses
-    a single value per channel, and one image does not have the statistics of a batch.
+    This number is 2 if a batch norm of ``module`` computes its statistics from the chunk, and 1
+    otherwise. A batch norm raises an error if each channel has a single value, and the statistics
+    of one image are not those of a batch.
     """
     norms = (child for child in module.modules() if isinstance(child, _BatchNorm))
     return 1 + any(norm.training or norm.running_mean is None for norm in norms)
 
 
 class AutoSplit:
-    """The policy of ``gpu0_bsz="auto"``, which searches while a training loop runs.
+    """The rule of ``gpu0_bsz="auto"``: search for the best split while a training loop runs.
 
-    It has the methods and attributes of ``SplitPolicy``.
+    This class has the methods and attributes of ``SplitPolicy``.
 
-    An iteration begins with a forward pass with gradients on, and ends with the step of a
-    ``torch.optim.Optimizer``; with gradient accumulation it has several calls. The very first
-    iteration does not count, since it creates the optimizer's state. The first iteration with each
-    split does not count either.
+    The search compares the peak memory of training iterations with different splits. An iteration
+    begins with a forward pass with gradients enabled, and ends with the step of a
+    ``torch.optim.Optimizer``. With gradient accumulation, an iteration contains several calls of
+    the model. The search ignores the very first iteration, which creates the optimizer's state, and
+    the first iteration with each split.
 
     Attributes:
-        search: the search for the value.
-        batch_size: the size of the largest training batch so far, which may be that of a loaded
-            checkpoint; 0 until there is one.
+        search: the search for the best ``gpu0_bsz``.
+        batch_size: the number of samples in the largest training batch so far, which a loaded
+            checkpoint may have set. It is 0 before the first training batch.
         num_iterations: the number of iterations that have ended.
-        last_split: the chunk sizes of the last call; empty before the first call.
+        last_split: how many samples each device got in the last call; empty before the first call.
 
     Raises:
-        ArgumentError: a device does not count its memory, or is given twice.
+        ArgumentError: a device has no memory statistics, or ``devices`` contains a device twice.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -132,24 +144,30 @@ class AutoSplit:
         self.last_split: tuple[int, ...] = ()
         self._num_ooms = num_ooms(devices)
         self._ids: set[int] = set()
-        """The parameters of the model, by their identity."""
+        """The ``id`` of each parameter of the model."""
         self._rule: tuple[int, ...] | None = None
-        """How the previous iteration would have split a batch of ``_LARGE`` samples."""
+        """The split that a batch of ``_LARGE`` samples would have had in the previous iteration."""
         self._peaks: Peaks | None = None
-        """The peaks of the iteration that is under way."""
+        """The peak memory of the devices in the current iteration; None between iterations."""
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """The value for a batch of ``batch_size``; None if ``batch_size`` is 0."""
+        """The first device's number of samples for a batch of ``batch_size``; None if that is 0."""
         return self.split(self.batch_size)[0] if self.batch_size else None
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk sizes for a batch of the next call."""
+        """Return each device's number of samples for a batch of ``batch_size`` samples.
+
+        If memory has run out since the last call, the split may change first.
+        """
         self._note_failure()
         return self.search.split(batch_size)
 
     def begin(self) -> None:
-        """Begin an iteration unless one is under way. Watch peaks unless the search is over."""
+        """Begin an iteration, unless the last iteration has not ended.
+
+        The iteration measures peak memory unless the search is over.
+        """
         if self._peaks is None:
             _watching[id(self)] = self
             _register_hook(_note_step)
@@ -160,7 +178,12 @@ class AutoSplit:
             self._peaks = Peaks(watched)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        """Record the call, and return its chunk sizes."""
+        """Record that a call begins, and return how many samples each device gets in it.
+
+        Args:
+            module: the module that the call runs.
+            batch_size: the number of samples in the batch of the call.
+        """
         search = self.search.search
         search.smallest = max(search.smallest, smallest_chunk(module))  # a loop may have two models
         chunk_sizes = self.last_split = self.split(batch_size)
@@ -175,7 +198,7 @@ class AutoSplit:
         return chunk_sizes
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the iteration if the optimizer that has stepped is the model's."""
+        """End the iteration if ``optimizer``, which has just stepped, trains the model."""
         is_ours = any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
         if self._peaks is not None and is_ours:
             peaks, self._peaks = self._peaks.allocated, None
@@ -184,21 +207,23 @@ class AutoSplit:
             self.num_iterations += 1
 
     def _note_rule(self) -> bool:
-        """Record how an iteration splits, and return whether the previous one split likewise.
+        """Record how this iteration splits; return whether the previous one split in the same way.
 
-        If it did not, the peaks do not count: the loop may still have held outputs of the previous
+        If the previous iteration split batches differently, the peak memory of this iteration is
+        ignored. While this iteration ran, the loop may still have held outputs of the previous
         iteration, and kernels may have been tuned.
         """
         before, self._rule = self._rule, self.split(_LARGE)
         return before == self._rule
 
     def _note_failure(self, has_failed: bool = False) -> bool:
-        """End an iteration in which memory ran out; return whether the next split differs.
+        """End the iteration if memory ran out in it, and return whether this changes the split.
 
         If memory runs out in evaluation, nothing changes.
 
         Args:
-            has_failed: whether memory is known to have run out.
+            has_failed: whether the caller knows that memory ran out. If False, the counters of the
+                devices' allocators show whether memory ran out.
         """
         before, is_training = self._num_ooms, self._peaks is not None and torch.is_grad_enabled()
         if is_training or has_failed:
@@ -210,17 +235,23 @@ class AutoSplit:
         return self.search.ran_out(self._batch[0], which_ran_out(self.devices, before))
 
     def remedy(self, batch_size: int) -> str:
-        """Change the split, and return the remedy for an out-of-memory error."""
+        """Change the split after memory ran out, and return the advice to add to the error."""
         if self._note_failure(has_failed=True):
             return f"gpu0_bsz='auto' is now {self.split(batch_size)[0]}: repeat the step"
         return "gpu0_bsz='auto' keeps its split; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return a state for a later run to start with, as numbers and lists, or None."""
+        """Return the split found so far, with which a later run can start.
+
+        The result is a dictionary of numbers and lists. It is None before the first training batch.
+        """
         return self.search.state_dict(self.batch_size) if self.batch_size else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start with the state of an earlier run, unless an iteration has ended."""
+        """Start with the split in the ``state_dict()`` of an earlier run.
+
+        Do nothing if an iteration of this run has already ended.
+        """
         if not self.num_iterations:
             self.search.load_state_dict(state)
             self.batch_size = state["batch_size"]
@@ -231,7 +262,21 @@ def split_policy(
     devices: Sequence[torch.device],
     device_weights: Sequence[float] | None,
 ) -> SplitPolicy | AutoSplit:
-    """Return the policy for a number, None or ``"auto"``, as for ``SplitPolicy``."""
+    """Return the object that splits batches by the arguments of ``BalancedDataParallel``.
+
+    It is an ``AutoSplit`` if ``gpu0_bsz`` is ``"auto"`` and there are several devices, and a
+    ``SplitPolicy`` otherwise.
+
+    Args:
+        gpu0_bsz: the most samples for the first device, None for no limit, or ``"auto"``.
+        devices: the devices that share a batch.
+        device_weights: one number for each device, or None. With a single device, the numbers are
+            ignored.
+
+    Raises:
+        ArgumentError: an argument is out of its range, or the arguments conflict.
+        ArgumentTypeError: an argument has a wrong type.
+    """
     if gpu0_bsz == "auto" and device_weights is None:
         return AutoSplit(devices) if len(devices) > 1 else SplitPolicy(None, devices)
     if isinstance(gpu0_bsz, str):

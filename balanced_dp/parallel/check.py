@@ -19,25 +19,29 @@ from . import nested
 
 
 class Difference(NamedTuple):
-    """A difference between the results of the split batch and of the whole batch."""
+    """An output or gradient that differs between the split batch and the whole batch."""
 
     what: str
-    """An output or a gradient, by name."""
+    """The name of the output or gradient that differs."""
     relative: float
-    """The largest difference, divided by the largest absolute entry for the whole batch."""
+    """The size of the difference, relative to the result of the whole batch.
+
+    It is the largest absolute difference of two corresponding entries, divided by the largest
+    absolute value of an entry for the whole batch.
+    """
     cause: str
-    """The likely cause, and a remedy if known."""
+    """The likely cause of the difference, and a remedy if one is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of comparing a split batch with the whole batch; prints as a table.
+    """The result of ``BalancedDataParallel.check``; ``print`` shows it as a table.
 
     Attributes:
-        chunk_sizes: how the batch was split.
+        chunk_sizes: how many samples of the split batch each device got.
         num_compared: how many outputs and gradients were compared.
-        differences: the outputs and gradients that differ by more than rounding, the largest
-            difference first.
+        differences: the outputs and gradients that differ by more than rounding errors, sorted from
+            the largest relative difference to the smallest.
     """
 
     chunk_sizes: tuple[int, ...]
@@ -60,12 +64,14 @@ class CheckResult:
 
 
 def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckResult:
-    """Compare outputs and gradients in evaluation mode, on a copy of the module.
+    """Compare outputs and gradients of a split batch with those of the whole batch.
+
+    Both batches run in evaluation mode, on a copy of the module.
 
     Args:
-        parallel: a ``BalancedDataParallel``.
-        inputs: the positional arguments of a call.
-        kwargs: its keyword arguments.
+        parallel: the ``BalancedDataParallel``.
+        inputs: the positional arguments of the call to compare.
+        kwargs: the keyword arguments of this call.
     """
     others = [device for device in parallel.devices if device.type != "cpu"]
     with (
@@ -100,14 +106,18 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 
 def _copied(*values: Any) -> Any:
-    """Return values with copies of tensors, cut off from their graphs and gradients."""
+    """Return ``values`` with copies of its tensors. Backward does not reach the originals."""
     tensors = (pair for pair in nested.leaves(values) if isinstance(pair[1], Tensor))
     copies = {path: t.detach().requires_grad_(t.requires_grad).clone() for path, t in tensors}
     return nested.replaced(values, copies)
 
 
 def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
-    """Return floating-point outputs, and gradients of a sum that weights each entry differently."""
+    """Return the floating-point outputs and the gradients of the parameters, by name.
+
+    The gradients are those of a weighted sum of all entries of the outputs that require gradients.
+    Each entry of an output has a different weight.
+    """
     found = {
         f"output {path or '(the whole)'}": leaf
         for path, leaf in nested.leaves(outputs)
@@ -123,9 +133,9 @@ def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
 
 
 def _relative(found: Tensor | None, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest expected entry.
+    """Return the largest difference of ``found`` from ``expected``, as ``Difference.relative``.
 
-    It is infinite if the shapes differ.
+    The result is infinite if the tensors differ in shape, or if ``found`` is None.
     """
     if found is None or found.shape != expected.shape:
         return math.inf

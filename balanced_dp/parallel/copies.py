@@ -1,18 +1,21 @@
-"""Copy weights to other devices and bring gradients back, many tensors in few pieces.
+"""Copy weights to other devices and bring their gradients back, many tensors in few pieces.
 
-Each launch of a copy takes time, so tensors of one dtype are flattened into buckets, which are
-copied as one tensor. Parameters and buffers go to the other devices in buckets, which NCCL
-broadcasts if there are several other devices; gradients come back in buckets. A bucket holds
-parameters that were registered one after the other, since they are used soon after one another.
+Each launch of a copy takes time. So several tensors of one dtype are flattened into a single
+tensor, which is copied in one piece. Such a group of tensors is a bucket. Parameters and buffers
+are copied to the other devices in buckets. If there are several other devices, NCCL broadcasts the
+buckets. Gradients are copied back in buckets, too. A bucket holds parameters that were registered
+one after the other, since a forward pass uses these soon after one another.
 
-Weights are copied on CUDA streams that nothing else uses. ``Arrivals`` has an event for each
-bucket. While a forward pass runs, the ``_parameters`` of a replica's modules are
-``ArrivingParameters``: before a stream reads a parameter, it waits for the events of the module.
+Weights are copied on CUDA streams that are used for nothing else. ``Arrivals`` holds the events
+that mark the end of the copy of each bucket. While a replica runs, the ``_parameters`` dictionary
+of a module whose parameters are still being copied is replaced by an ``ArrivingParameters``. When a
+stream first reads a parameter from it, the stream waits for the events of this module.
 
-The home of a parameter is the device that it is on. If gradients are enabled, a bucket has one
-autograd node for each other device. The node's backward runs as soon as that device has computed
-all gradients of the bucket. It copies them to the home of the parameters, where autograd adds up
-the gradients of all devices. Nodes do not wait for each other::
+The home of a parameter is the device that the original parameter is on. If gradients are enabled,
+each bucket has one autograd node for each device that holds copies. The backward of this node runs
+as soon as that device has computed all gradients of the bucket. It copies the gradients to the home
+of the parameters, where autograd adds up the gradients of all devices. The nodes of different
+buckets and devices do not wait for each other::
 
     weights       home: b0 b1 b2 b3        one broadcast for each bucket, in the order of use
     forward       d1:      l0 l1 l2 l3     a layer waits for its own bucket
@@ -38,42 +41,47 @@ from ..torch_versions import AWAITS_PRODUCERS, run_at_once
 from .scatter import move
 
 BUCKET_BYTES = 25 * 2**20
-"""The most bytes in a bucket of several tensors.
+"""The maximum size, in bytes, of a bucket that holds several tensors.
 
 Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
 """
 
 LEAST_BYTES = 2**20
-"""The least capacity of a bucket of parameters, since each bucket is launched on all devices.
+"""The minimum capacity, in bytes, of a bucket in which parameters or buffers are copied.
+
+A smaller capacity would give more buckets, and each bucket needs a launch on every device.
 
 Source: the first bucket of torch 2.13's ``DistributedDataParallel``.
 """
 
 
 _sending = threading.Lock()
-"""A lock to hold while sending tensors: several threads may call models on the same devices.
+"""A lock to hold while tensors are sent to CUDA devices.
 
-NCCL launches kernels on one device after the other, and these kernels wait for each other. If,
-between two launches, another thread made one of their streams wait for another of these streams,
-there would be a deadlock.
+It is needed because several threads may call models on the same devices. To broadcast a tensor,
+NCCL launches a kernel on one device after the other, and these kernels wait for each other. Without
+the lock, another thread could act between two of these launches. If it made the stream of the
+second kernel wait for the stream of the first kernel, there would be a deadlock.
 """
 
 Copies = dict[torch.device, list[torch.Tensor]]
-"""For each device, copies of the same tensors in the same order."""
+"""A dictionary that maps each device to copies of the same tensors, in the same order."""
 
 
 class Arrivals:
-    """The copies that weight streams of CUDA devices make, and the events that mark their ends.
+    """The CUDA events that mark the end of each copy of a weight from one device to another.
 
-    The memory of the copies belongs to the streams that were current when ``expect`` was called. It
-    must not be freed before ``wait`` is called.
+    The copies are made on the weight streams: each CUDA device has one stream that is used only to
+    copy weights. The memory of the copies belongs to the streams that were current when ``expect``
+    was called. This memory must not be freed before ``wait`` is called.
 
     Attributes:
-        events: by the ``id`` of a tensor, the event to wait for: before a copy is used, and before
-            an original is written to.
-        are_traced: whether ``torch.compile`` has traced parameters that were on their way. Compiled
-            code reads parameters without waiting. So from then on, each call waits for all of its
-            parameters before it runs the replicas.
+        events: the event to wait for, by the ``id`` of a tensor. Wait for the event of a copy
+            before the copy is used. Wait for the event of an original before the original is
+            written to.
+        are_traced: whether ``torch.compile`` has ever traced code that reads parameters whose
+            copies might be incomplete. Compiled code reads parameters without waiting. So once this
+            is True, each call waits for the copies of all parameters before it runs the replicas.
     """
 
     are_traced: ClassVar[bool] = False
@@ -83,18 +91,21 @@ class Arrivals:
         self.events: dict[int, torch.Event] = {}
 
     def expect(self, devices: Iterable[torch.device]) -> None:
-        """Let the weight streams of ``devices`` wait for the work on their current streams."""
+        """Let the weight stream of each device wait for the work on the device's current stream."""
         for device in devices:
             self._streams[device] = torch.get_device_module(device).current_stream(device)
             side_stream(device, "weights").wait_stream(self._streams[device])
 
     def note(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-        """Record an event for ``tensors`` after the current work of the device's weight stream."""
+        """Record an event on the device's weight stream, and store it as the event of ``tensors``.
+
+        The event marks the end of the work that has been queued on this stream so far.
+        """
         event = side_stream(device, "weights").record_event()
         self.events.update(dict.fromkeys(map(id, tensors), event))
 
     def wait(self) -> None:
-        """Let the streams that were current at ``expect`` wait for all copies."""
+        """Let the streams that were current when ``expect`` was called wait for all copies."""
         self.events.clear()
         while self._streams:
             device, stream = self._streams.popitem()
@@ -102,14 +113,16 @@ class Arrivals:
 
 
 class ArrivingParameters(UserDict[str, Any]):
-    """The arriving parameters of a module. A stream waits when it first reads one of them.
+    """A replacement for the ``_parameters`` of a module whose parameters are still being copied.
 
-    ``in`` does not wait, since ``Module.__getattr__`` uses it for attributes of any kind.
+    When a CUDA stream first reads a parameter from this dictionary, the stream waits for the copies
+    of all parameters of the module. The operator ``in`` does not wait, since ``Module.__getattr__``
+    uses it to look up attributes of any kind.
 
     Args:
         plain: the plain dictionary that this object replaces.
         device: the device of the parameters.
-        events: the events to wait for.
+        events: the CUDA events that mark the end of the copies.
     """
 
     def __init__(
@@ -122,14 +135,16 @@ class ArrivingParameters(UserDict[str, Any]):
         self._waited: set[int] = set()
 
     def __reduce__(self) -> Any:
-        # Copied as the plain dictionary, to which the module's register_parameter writes.
+        # A copy of this object is a copy of the plain dictionary, because the module's
+        # register_parameter writes to the plain dictionary.
         return itemgetter(0), ([self._arrived()],)
 
     def __getitem__(self, name: str) -> Any:
         return self._arrived()[name]
 
     def _arrived(self) -> dict[str, Any]:
-        if not torch.compiler.is_dynamo_compiling():  # Dynamo called named_parameters(), so waited
+        # Dynamo need not wait here: it has called named_parameters(), which has waited.
+        if not torch.compiler.is_dynamo_compiling():
             stream = self._current_stream(self._device)
             if stream.stream_id not in self._waited:
                 for event in self._events:
@@ -140,18 +155,20 @@ class ArrivingParameters(UserDict[str, Any]):
 
 
 def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
-    """Distribute tensors over buckets, and return the positions of the tensors in each bucket.
+    """Group tensors into buckets, and return the positions of the tensors of each bucket.
 
-    The tensors of a bucket have the same dtype and device. Together they have at most an eighth of
-    all bytes, and at most ``BUCKET_BYTES``. A larger tensor has a bucket of its own. A tensor that
-    is not contiguous, or is not an ordinary dense tensor, also has a bucket of its own.
+    The tensors of a bucket are flattened and copied as one tensor. They have the same dtype and
+    device. Their total size is at most an eighth of the size of all tensors, and at most
+    ``BUCKET_BYTES``. A larger tensor gets a bucket of its own. So does a tensor that is not
+    contiguous, or is not an ordinary dense tensor.
 
     Args:
-        tensors: the tensors by their positions.
-        of_gradients: whether the buckets are for gradients. If True, a tensor with hooks has a
-            bucket of its own: in a shared bucket, its hooks would get None if only other tensors
-            had gradients. If False, a bucket may hold ``LEAST_BYTES``, even if this is more than
-            an eighth of all bytes.
+        tensors: a dictionary that maps positions to tensors. The result contains these positions.
+        of_gradients: whether the buckets are for gradients. If True, a tensor with hooks on its
+            gradient gets a bucket of its own. In a shared bucket, its hooks would be called with
+            None if this tensor had no gradient, but others in the bucket had. If False, the tensors
+            of a bucket may have ``LEAST_BYTES`` in total, even if this is more than an eighth of
+            the size of all tensors.
     """
     sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors.values()]
     num_bytes = sum(filter(None, sizes))
@@ -177,16 +194,17 @@ def copy_to(
     tensors: Sequence[torch.Tensor],
     arrivals: Arrivals | None = None,
 ) -> Copies:
-    """Return the tensors on each device, in order. Tensors already there are not copied.
+    """Return the tensors on each of ``devices``, in the order of ``tensors``.
 
-    Between CUDA devices, tensors are copied in few pieces. NCCL, if torch has it, copies them to
-    several devices at once.
+    For the device that a tensor is on, the tensor itself is returned. Between CUDA devices, many
+    tensors are copied in few pieces. If there are several destinations, each piece is broadcast to
+    them, by NCCL if torch has it.
 
     Args:
         devices: the destinations, each given once.
         tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
-        arrivals: records when each copy is complete. If None, the current streams wait for all
-            copies.
+        arrivals: the object that gets the events that mark the end of each copy. The caller has to
+            wait for them. If None, the current streams wait for all copies.
     """
     are_cuda, is_recorded = all(map(is_cuda, devices)), torch.is_grad_enabled()
     copies = {device: list(tensors) for device in devices}
@@ -208,9 +226,17 @@ def copy_to(
 
 @torch.no_grad()
 def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) -> None:
-    """Fill in ``copies`` at the positions of ``tensors``. Copies in one bucket share memory."""
+    """Copy tensors between CUDA devices in buckets, and store the results in ``copies``.
+
+    The copies of the tensors of one bucket share the storage of one tensor on each device.
+
+    Args:
+        tensors: the tensors to copy, by their positions in the lists of ``copies``.
+        copies: a list of tensors for each destination, in which the copies are stored.
+        arrivals: the object that gets the events that mark the end of each copy.
+    """
     buckets = fill_buckets(tensors, of_gradients=False)
-    pieces = []  # uninitialized; their memory belongs to the current streams
+    pieces = []  # uninitialized tensors, whose memory belongs to the current streams
     for bucket in buckets:
         home, dtype = tensors[bucket[0]].device, tensors[bucket[0]].dtype
         size = sum(tensors[i].numel() for i in bucket)
@@ -218,7 +244,7 @@ def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) 
         pieces.append([torch.empty(size, dtype=dtype, device=device) for device in others])
     devices = dict.fromkeys([*(tensor.device for tensor in tensors.values()), *copies])
     with _sending, ExitStack() as stack:
-        # After an error, the pieces are freed, so the copies must have ended by then.
+        # An error frees the pieces, so the current streams must wait for the copies before that.
         stack.push(lambda kind, *_: arrivals.wait() if kind else None)
         arrivals.expect(devices)
         for device in devices:
@@ -234,7 +260,7 @@ def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) 
                 comm.broadcast(piece.view(torch.uint8), out=[t.view(torch.uint8) for t in there])
             arrivals.note(originals[0].device, originals)
             for flat in there:
-                # .data makes each part a separate tensor, with its own version.
+                # .data makes each part a separate tensor, with a version counter of its own.
                 parts = [part.data for part in _unflatten_dense_tensors(flat, originals)]
                 arrivals.note(flat.device, parts)
                 for i, part in zip(bucket, parts, strict=True):
@@ -244,11 +270,17 @@ def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) 
 def bring_to(
     device: torch.device, gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of a bucket on ``device``. Differentiable.
+    """Return gradients copied to ``device``. The copies are differentiable.
 
-    Between CUDA devices, gradients are copied on a separate stream, so that computation goes on.
-    (Before torch 2.8, they are copied on the current stream.) Dense gradients are copied in one
-    piece. The current stream of the source device waits for the copy.
+    Between CUDA devices, gradients are copied on a separate stream, so that computation on other
+    streams continues. (Before torch 2.8, they are copied on the current stream of ``device``.)
+    Dense gradients are flattened and copied in one piece, unless the copies are recorded for
+    gradients of higher order. The current stream of the source device waits for the copies.
+
+    Args:
+        device: the destination.
+        gradients: the gradient of each tensor of a bucket, all on one device. A gradient may be
+            None, and then None is returned in its place.
     """
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
@@ -265,7 +297,7 @@ def bring_to(
             views = _unflatten_dense_tensors(flat, present)
             brought = [torch.empty_like(view) for view in views]
             torch._foreach_copy_(brought, views)
-        else:  # one by one; with create_graph, too
+        else:  # one by one, also if create_graph=True records these copies
             brought = [move(g, device) for g in present]
     torch.get_device_module(source).current_stream(source).wait_stream(stream)
     parts = iter(brought)
@@ -288,29 +320,35 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Receive(torch.autograd.Function):
-    """Represent the originals of a bucket on CUDA devices, to receive their gradients.
+    """Return aliases of parameters; in backward, pass on the gradients of the aliases.
 
-    Autograd adds up the gradients from other devices on the stream of this node. The token that
-    this node returns is an input of the nodes that send the next bucket. So the backward of this
+    The parameters are the originals of a bucket (a group of tensors that are copied together) on a
+    CUDA device, their home. Autograd adds up the gradients from other devices on the stream of this
+    node. Besides the aliases, this node returns an empty tensor, the token. The token is an input
+    of the ``Broadcast`` nodes of the bucket whose gradients are sent next. So the backward of this
     node runs only after all devices have sent the next bucket, too. By then the gradients of this
-    bucket have arrived. The computing stream then adds them to the home's own gradients
-    without waiting.
+    bucket have usually arrived. The stream that computes on the home then adds them to the
+    gradients that the home itself has computed, without waiting.
     """
 
     @staticmethod
     def forward(ctx: Any, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return aliases of the originals, and a token."""
+        """Return aliases of the originals and, as the last output, the token: an empty tensor."""
         ctx.set_materialize_grads(False)
         return *(original.detach() for original in originals), originals[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients; the token has none."""
+        """Return the gradients of the originals. The token has no gradient."""
         return gradients[:-1]
 
 
 class Broadcast(torch.autograd.Function):
-    """Return the copies of a bucket, whose gradients are brought to the home of the originals."""
+    """Make copies of parameters differentiable: send their gradients to the originals' device.
+
+    The copies have been made before, and forward only returns them. The parameters belong to one
+    bucket: a group of tensors on one device, their home, that are copied together.
+    """
 
     @staticmethod
     def forward(
@@ -319,19 +357,29 @@ class Broadcast(torch.autograd.Function):
         token: torch.Tensor | None,
         *originals: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the copies: one of each original, all on one other device."""
+        """Return ``copies``: one copy of each original, all on one device other than the home.
+
+        The ``token``, an output of ``Receive``, is not read. It only determines when the backward
+        of ``Receive`` runs.
+        """
         ctx.home = originals[0].device
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients on the originals' device."""
+        """Return the gradients of the originals, on the device of the originals."""
         return None, None, *bring_to(ctx.home, gradients)
 
 
 def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
-    """Make copies the outputs of autograd nodes."""
+    """Make copies of parameters differentiable, with one autograd node for each bucket and device.
+
+    Args:
+        copies: the copies of all parameters on each device. The copies of parameters that require
+            grad are replaced, in these lists, by outputs of ``Broadcast`` nodes.
+        parameters: the originals, in the order of the copies.
+    """
     # Since 2.9, torch warns about gradients that come from streams of other devices. Here they are
     # intended.
     set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
@@ -344,13 +392,13 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
         originals = [parameters[i] for i in positions]
         home = originals[0].device
         received: Sequence[torch.Tensor] = originals
-        # Receive's backward runs even if its own bucket has no gradients. It would call hooks with
-        # None, so a tensor with hooks gets no Receive.
+        # The backward of Receive runs even if its own bucket has no gradients. The hooks of its
+        # parameters would then be called with None, so a parameter with hooks gets no Receive.
         if is_cuda(home) and not has_hooks(originals[0]):
-            # The first use of a parameter creates the node that accumulates its gradients, which
-            # runs on the stream that is current then. So the first Receive is applied on the stream
-            # that computes. It is kept until the second one has been applied, whose node runs on
-            # the gradient stream of the home.
+            # The first use of a parameter creates the node that accumulates its gradients. This
+            # node will run on the stream that is current now. So a first Receive is applied here,
+            # on the stream that computes. Its outputs are kept until a second Receive has been
+            # applied, whose node will run on the gradient stream of the home.
             first = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             with on_stream(side_stream(home, home)):
                 *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]

@@ -19,33 +19,37 @@ from .scatter import Inputs
 
 
 class BalancedCriterion(nn.Module):
-    """A criterion computed in chunks, with the value and the gradients of the whole batch.
+    """A criterion that computes the loss of the whole batch without gathering the outputs.
 
-    Call it with the ``PerDevice`` that a model with ``gather=False`` returns, and with the targets
-    of the whole batch. Each device computes the loss of its own chunk, so that large outputs, such
-    as the logits of a vocabulary, are never gathered on one device. Losses are joined like those
-    that a model returns; rows of losses are concatenated. If a loss may differ from that of the
-    whole batch, a warning names the loss. Outputs of other types are passed to ``criterion``
-    unchanged, so that the same line works for a bare model.
+    Call it with the ``PerDevice`` that a ``BalancedDataParallel`` with ``gather=False`` returns,
+    and with the targets of the whole batch. Each device computes the loss of its own chunk, so that
+    large outputs, such as the logits of a vocabulary, are never gathered on one device. The losses
+    of the devices are joined into one, like the losses that a ``BalancedDataParallel`` returns;
+    rows of losses are concatenated. The value and the gradients are those of the whole batch. If a
+    loss may differ from that of the whole batch, a warning names the loss.
+
+    If the outputs are not a ``PerDevice``, they are passed to ``criterion`` unchanged. So the same
+    line of code works for a module that is not wrapped.
 
     Outputs, targets and losses may be nested in tuples, dictionaries and dataclasses; a target may
     be another ``PerDevice``.
 
     Args:
-        criterion: a module or a function of output and targets. A module's parameters are trained
-            and its buffers are updated, as in a replicated model.
+        criterion: a module or function that computes a loss from an output and targets. If it is a
+            module, its parameters are trained and its buffers are updated, like those of the model.
         loss_weight: a function that returns the weight of a chunk's loss, as in
             ``BalancedDataParallel``.
-        broadcast: dotted paths of targets that are passed whole to each device. A path begins with
-            the name of a parameter of ``criterion``.
-        split: dotted paths of lists, tuples, arrays and tensors with one or more entries for each
-            sample.
+        broadcast: dotted paths (such as ``"target.mask"``) of targets that are passed whole to each
+            device. A path begins with the name of a parameter of ``criterion``.
+        split: dotted paths of targets that have one or more entries for each sample. Each device
+            gets the entries of its samples. The targets may be lists, tuples, arrays and tensors.
 
     Shape:
-        - Outputs: a ``PerDevice`` of outputs that ``criterion`` takes, one for each chunk.
+        - Outputs: a ``PerDevice`` with one output for each chunk, in the form that ``criterion``
+          takes.
         - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device.
         - Loss: the loss that ``criterion`` computes for the whole batch, on the model's output
-          device. It may be 0-dim or have rows.
+          device. It is 0-dim, or has rows, as with ``reduction="none"``.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.
@@ -88,7 +92,14 @@ class BalancedCriterion(nn.Module):
         self._replicator = Replicator()
 
     def forward(self, outputs: Any, *targets: Any, **kwargs: Any) -> Any:
-        """Return the loss of the whole batch."""
+        """Return the loss of the whole batch, joined from the losses of the devices.
+
+        Args:
+            outputs: the ``PerDevice`` that the model returned. Anything else is passed to the
+                criterion unchanged.
+            *targets: further positional arguments of the criterion, for the whole batch.
+            **kwargs: keyword arguments of the criterion, for the whole batch.
+        """
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
         dim, sizes, devices = outputs.dim, outputs.chunk_sizes or (), outputs.devices
@@ -101,9 +112,10 @@ class BalancedCriterion(nn.Module):
 
 
 class _Function(nn.Module):
-    """A function as a module. Tensors among a partial's keywords become buffers.
+    """A module that calls a function.
 
-    They are copied to each device, as the buffers of a module are.
+    If the function is a ``functools.partial`` with only keyword arguments, the tensors among these
+    become buffers of this module, so that they are copied to each device.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -117,5 +129,5 @@ class _Function(nn.Module):
             self.register_buffer(name, options[name], persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with its options."""
+        """Call the function with ``args``, ``kwargs`` and the keyword arguments of its partial."""
         return self.function(*args, **{**self._options, **self._buffers, **kwargs})

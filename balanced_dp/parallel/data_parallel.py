@@ -5,14 +5,15 @@ A call goes through the files of this folder in this order::
     auto.py          split            batch size -> chunk sizes
     scatter.py       scatter          inputs -> the arguments for each device
     replicate.py     replicate        module -> a replica on each device
-                     parallel_apply   replicas -> outputs, each device in a thread of its own
-    gather.py        gather           outputs -> one output; losses/ joins its losses
-    per_device.py                     replaces gather.py if ``gather=False``
+                     parallel_apply   replicas -> outputs, with one thread for each device
+    gather.py        gather           outputs -> one output; losses/ joins the losses in it
+    per_device.py                     used instead of gather.py if ``gather=False``
 
-Backward goes the same way in reverse. ``Concatenate.backward`` in gather.py sends each device its
-part of the gradient. ``Broadcast.backward`` in copies.py, the file that copies parameters to the
-other devices, brings the gradients of these copies to the device of the parameter, where autograd
-adds them up. Inside ``shared_weights()`` all calls use the same copies of the parameters.
+The backward pass goes through these steps in reverse. ``Concatenate.backward`` in gather.py sends
+each device its part of the gradient of the output. The file copies.py makes the copies of the
+parameters that the replicas on other devices use. ``Broadcast.backward`` in that file brings the
+gradients of the copies to the device of the original parameters, where autograd adds them up.
+Inside ``shared_weights()``, all calls use the same copies of the parameters.
 """
 
 from __future__ import annotations
@@ -43,74 +44,93 @@ from .replicate import ModuleT, Replicas, Replicator
 from .scatter import Inputs
 
 DeviceIds = Sequence[int | torch.device]
-"""Devices: an accelerator as its index, as in nn.DataParallel; any other as a torch.device."""
+"""A list of devices. An accelerator is given by its index, as in ``nn.DataParallel``.
+
+Any other device is given as a ``torch.device``.
+"""
 
 
 class BalancedDataParallel(nn.DataParallel[ModuleT]):
     """``torch.nn.DataParallel`` that gives ``device_ids[0]`` at most ``gpu0_bsz`` samples.
 
-    The first device also holds the gathered outputs, the loss and, without ``spread``, the reduced
-    gradients and the optimizer state; a smaller chunk of the batch leaves room for them. Each call
-    splits the batch with ``split_batch`` or ``split_by_weights``. Unless samples interact in the
-    module, outputs and gradients are those of the whole batch on one device, whatever the split.
+    The first device also holds the gathered outputs and the loss. Without ``spread``, it holds the
+    reduced gradients and the optimizer state, too. A smaller chunk of the batch leaves room for
+    them. Each call splits the batch with ``split_batch`` or ``split_by_weights``. However the batch
+    is split, outputs and gradients are those of the whole batch on one device, unless samples
+    interact in the module, as they do in batch norm during training.
 
     ``module``, ``device_ids``, ``output_device``, ``dim`` and the keys of the state dict are those
-    of ``nn.DataParallel``. It differs on purpose in these points:
+    of ``nn.DataParallel``. This class differs from ``nn.DataParallel`` on purpose in these points:
 
-    - Only devices with samples run, so a batch may have fewer samples than devices, or none.
-    - ``device_ids`` may name devices of any type, and the same device twice: ``["cpu", "cpu"]``.
+    - Only devices that get samples run the module, so a batch may have fewer samples than there are
+      devices, or no samples at all.
+    - ``device_ids`` may name devices of any type. It may name the same device twice, as in
+      ``["cpu", "cpu"]``.
     - If the size of a tensor along ``dim`` is not the batch size, an error is raised;
       ``nn.DataParallel`` splits the tensor.
-    - Outputs may contain dataclasses, and strings, numbers and constants that are equal on all
-      replicas.
+    - Outputs may contain dataclasses. They may also contain strings, numbers and other constants,
+      if these are equal on all replicas.
     - Worker threads have the caller's autocast dtype, inference mode and context variables.
     - A replica's exception is raised unwrapped, with a note that names the replica.
-    - Lists that the replicas return with one entry for each sample are joined into one list.
+    - If each replica returns a list with one entry for each sample, the lists are joined into one.
 
     Args:
-        gpu0_bsz: the most samples that the first device gets, at least 0. With 0, the first device
-            runs only in calls without samples. None means no limit: the split is even, or follows
-            ``device_weights``. ``"auto"`` starts with the even split, reads the peak memory of the
-            devices after each optimizer step, tries at most six splits, and keeps the split with
-            the lowest peak. If memory runs out, catch ``torch.OutOfMemoryError`` and repeat the
-            step. State dicts contain the split that ``"auto"`` has found.
+        gpu0_bsz: the most samples of a batch that the first device gets, at least 0. With 0, the
+            first device runs the module only in calls without samples. None means no limit: the
+            split is even, or in proportion to ``device_weights``. ``"auto"`` starts with the even
+            split, reads the peak memory of the devices after each optimizer step, tries at most six
+            splits, and keeps the split with the lowest peak. If memory runs out, catch
+            ``torch.OutOfMemoryError`` and repeat the step. State dicts contain the split that
+            ``"auto"`` has found.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
-            With ``spread`` or a single device, the constructor moves them to their devices.
+            With ``spread``, or with a single device, the constructor moves them to their devices.
         device_ids: the devices, as ints (indices of accelerators), strings or ``torch.device``.
-            None means all accelerators; if there are none, ``module`` is called on the whole
-            batch. Inside ``emulate_devices``, ints and None refer to the emulated devices.
-        output_device: the device on which outputs are joined, by default ``device_ids[0]``. It may
-            be ``"cpu"``.
+            None means all accelerators. If there are no accelerators, ``module`` is called with the
+            whole batch. Inside ``emulate_devices``, ints and None refer to the emulated devices.
+        output_device: the device on which the outputs of the replicas are joined, by default
+            ``device_ids[0]``. It may be ``"cpu"``.
         dim: the batch dimension of inputs and outputs.
-        gather: whether outputs are joined on ``output_device``. If False, a call returns the
-            outputs as a ``PerDevice``, and ``BalancedCriterion`` computes the loss on each device.
-        broadcast: dotted paths of inputs that are passed whole to each device, such as ``"mask"``
-            or ``"batch.mask"``. A path covers everything below it. A positional argument has the
-            name of its parameter in ``module.forward``.
-        split: dotted paths of inputs from which each device gets the entries of its samples. Lists,
-            tuples and arrays have one entry for each sample, such as ``"texts"``. They, and
-            tensors, may also have several entries for each sample, such as ``"passages"``, if the
-            entries of one sample are next to each other.
-        scalar_outputs: how 0-dim outputs are joined. ``"auto"`` computes the value of the whole
-            batch if the output is a sum of means over samples, of sums over samples, or of cross
-            entropies; any other output is averaged as with ``"mean"``, with a warning. ``"mean"``
-            computes the mean over the replicas, weighted by chunk size; ``"sum"`` the sum;
-            ``"stack"`` a vector, as in ``nn.DataParallel``. With ``"auto"`` and ``"mean"``,
-            integers and bools that differ between replicas are added up, with a warning.
-        loss_weight: a function that returns the weight of a chunk's 0-dim floating-point outputs.
-            Use it for means over anything other than samples, such as selected tokens. It receives
-            the arguments of ``forward`` that have the names of its parameters:
-            ``lambda mask: mask.sum()``. A weight is a number of at least 0, a tensor with one such
-            number, or a dictionary of weights by output name.
-        device_weights: one number for each device; the batch is split in proportion to them.
+        gather: whether the outputs of the replicas are joined on ``output_device``. If False, a
+            call returns them as a ``PerDevice``, which holds one output for each device that had
+            samples. ``BalancedCriterion`` then computes the loss on each device.
+        broadcast: the inputs that are passed whole to each device, by their dotted paths:
+            ``"mask"`` is the argument ``mask``, and ``"batch.mask"`` the entry ``mask`` of the
+            argument ``batch``. A path covers all entries of the input that it names. A positional
+            argument has the name of its parameter in ``module.forward``.
+        split: the inputs with one or more entries for each sample, by dotted paths as for
+            ``broadcast``. Each device gets the entries of its samples. A list, tuple or array has
+            one entry for each sample, such as ``"texts"``. A list, tuple, array or tensor may also
+            have several entries for each sample, such as ``"passages"``, if the entries of one
+            sample are next to each other.
+        scalar_outputs: how the 0-dim outputs of the replicas, such as losses, are joined.
+
+            - ``"auto"`` computes the value of the whole batch if the output is a sum of means over
+              samples, of sums over samples, or of cross entropies. Any other output is averaged as
+              with ``"mean"``, with a warning.
+            - ``"mean"`` computes the mean over the replicas, weighted by their numbers of samples.
+            - ``"sum"`` computes the sum over the replicas.
+            - ``"stack"`` returns a vector with one entry for each replica, as ``nn.DataParallel``
+              does.
+
+            With ``"auto"`` and ``"mean"``, integers and bools that differ between replicas are
+            added up, with a warning.
+        loss_weight: a function that returns the weight of the 0-dim floating-point outputs that one
+            replica computes from its chunk. The outputs are averaged over the replicas with these
+            weights. Use it for means over anything other than samples, such as selected tokens.
+            Each parameter of the function receives the argument of ``forward`` that has the same
+            name, as in ``lambda mask: mask.sum()``. The function returns a number of at least 0, a
+            tensor with one such number, or a dictionary that maps names of outputs to weights.
+        device_weights: one number for each device. The batch is split in proportion to these
+            numbers.
         spread: whether the parameters, with their gradients and optimizer state, are spread over
             all devices, in proportion to the memory of each device. If False, all parameters are
             on ``device_ids[0]``.
 
     Attributes:
         chunk_sizes: how many samples each device got in the last call. It is None before the first
-            call, and always with fewer than two devices.
-        gathers_outputs, spread: the arguments ``gather`` and ``spread``.
+            call. With fewer than two devices, it is always None.
+        gathers_outputs: the argument ``gather``.
+        spread: the argument ``spread``.
 
     Shape:
         - Input: tensors of ``(N, *)``, with N at ``dim``, on any device.
@@ -121,26 +141,29 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError: on a call, an input cannot be split.
         GatherError: on a call, the outputs cannot be joined.
-        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]`` (with ``spread``,
-            a parameter is on none of ``device_ids``); the module is scripted, compiled in place or
-            lazy; or weights were changed inside ``shared_weights()``.
+        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``. With ``spread``,
+            a parameter may be on any of ``device_ids``. The error is also raised if the module is
+            scripted, compiled in place or lazy, or if parameters were changed inside
+            ``shared_weights()``.
 
     Warns:
-        BalanceWarning: once for each input or output. If the call had no gradients, the warning
-            about an output may be repeated in a call with gradients.
+        BalanceWarning: in the cases below. Each warning is issued once for each input or output
+            that it is about. If it was issued in a call without gradients, a warning about an
+            output may be repeated in a call with gradients.
 
             - ``gpu0_bsz`` is not below the even share of the first batch.
             - A 0-dim output may differ from its value for the whole batch, or the autograd graph
-              shows that samples of a chunk are computed from each other: see ``check``.
+              shows that samples of a chunk are computed from each other. The method ``check`` shows
+              how large the difference is.
             - A list as long as the batch, or an object that holds tensors, is passed whole to each
               device.
-            - There are lists or arrays, but no input is split, or only the tensors in a list are
-              split.
-            - An output does not have one row for each sample. Its rows are in the order of the
-              devices.
+            - The inputs contain lists or arrays, but no input is split; or only the tensors in a
+              list are split, not the list.
+            - An output does not have one row for each sample. Its rows are joined in the order of
+              the devices.
 
     Source:
-        Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
+        The class ``BalancedDataParallel`` of Transformer-XL (Dai et al. 2019,
         https://arxiv.org/abs/1901.02860) and ``torch.nn.parallel.data_parallel`` of torch 2.13.
 
     Examples:
@@ -210,7 +233,14 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     # imported.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Split the batch, run the replicas, and gather the outputs unless ``gather=False``."""
+        """Return the output of the module for the whole batch, computed on all devices.
+
+        With ``gather=False``, return the outputs of the replicas as a ``PerDevice``.
+
+        Args:
+            *inputs: the positional arguments of the module, for the whole batch.
+            **kwargs: the keyword arguments of the module, for the whole batch.
+        """
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
             if len(self.device_ids) < 2:
                 return self._call_module(inputs, kwargs)
@@ -236,7 +266,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return Inputs(self.module.forward, inputs, kwargs, *options)
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module itself on the only device; with no device, where the module is."""
+        """Call the module itself, not a replica of it, with the whole batch.
+
+        The module runs on the only device of ``device_ids``, or, if there is none, on its own
+        device.
+        """
         devices = self.devices
         [args], [keywords] = self.scatter(inputs, kwargs, devices)
         output = self.module(*args, **keywords)
@@ -247,18 +281,33 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         call = self._new_call(devices, () if batch_size is None else [batch_size])
         return self._joined([output], call)
 
-    # The steps of nn.DataParallel, with its signatures, on devices of any type.
+    # The following methods are those that nn.DataParallel has for each step of a call. They have
+    # the same signatures, and work on devices of any type.
 
     @property
     def _current_call(self) -> Call | None:
-        """The running call of this model, or None. It holds what the signatures below lack."""
+        """The call of this model that is running, or None.
+
+        It holds the chunk sizes and other data for which the signatures of the methods below have
+        no arguments.
+        """
         call: Call | None = current_call.get()
         return call if call and call.history is self._history else None
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: DeviceIds
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Return the positional and the keyword arguments for each device, split as in a call."""
+        """Split the arguments of a call over devices, in the same way as a call does.
+
+        Args:
+            inputs: the positional arguments for the whole batch.
+            kwargs: the keyword arguments for the whole batch.
+            device_ids: the devices to which the arguments are sent.
+
+        Returns:
+            A list with the positional arguments for each device, and a list with the keyword
+            arguments for each device.
+        """
         found = self._inputs(inputs, kwargs or {})
         sizes = call.chunk_sizes if (call := self._current_call) else ()
         if call is None and len(device_ids) > 1 and (batch_size := found.batch_size()):
@@ -269,8 +318,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: DeviceIds) -> list[ModuleT]:
         """Return a replica of ``module`` for each device.
 
-        An override of this method must return the list that this method returns. Otherwise, what
-        replicas write to buffers and parameters is lost.
+        A subclass that overrides this method must return the list that this method returns.
+        Otherwise, what the replicas write to buffers and parameters is not copied to ``module``.
         """
         homes = self.devices if self.spread else self.devices[:1]
         return self._replicator.replicate(module, self._devices_of(device_ids), homes)
@@ -278,24 +327,33 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def parallel_apply(
         self, replicas: Sequence[ModuleT], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]
     ) -> list[Any]:
-        """Return the output of each replica. Outside a call, replicas run on the first devices."""
+        """Run each replica on its arguments, and return the output of each replica.
+
+        If this method is used outside ``forward``, the replicas run on the first devices of
+        ``device_ids``.
+        """
         call = self._current_call or self._new_call(self.device_ids[: len(replicas)])
         pairs = list(zip(inputs, kwargs, strict=True))
         return parallel_apply(replicas, pairs, call.devices, call.chunk_sizes)
 
     def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
-        """Return the outputs joined on ``output_device``."""
+        """Join the outputs of the replicas on ``output_device``, and return the joined output."""
         [device] = self._devices_of([output_device])
         return Gather(device, self._current_call or self._new_call(self.device_ids)).join(outputs)
 
     def _new_call(self, device_ids: DeviceIds, sizes: Iterable[int] = ()) -> Call:
-        """Return a ``Call`` on these devices. If the batch is split, ``sizes`` are chunk sizes."""
+        """Return a ``Call``, which holds the data of one call of the model.
+
+        Args:
+            device_ids: the device of each replica.
+            sizes: how many samples each replica gets; empty if the batch is not split.
+        """
         options = self.dim, self.scalar_outputs, self.loss_weight
         devices, function = self._devices_of(device_ids), self.module.forward
         return Call(self._history, function, devices, tuple(sizes), *options)
 
     def _joined(self, outputs: Sequence[Any], call: Call) -> Any:
-        """Gather the outputs, or leave them on their devices."""
+        """Return the outputs joined into one or, with ``gather=False``, as a ``PerDevice``."""
         output_device = call.devices[0] if self.output_device is None else self.output_device
         if self.gathers_outputs:
             return self.gather(outputs, output_device)
@@ -304,12 +362,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices of ``device_ids``, in order. If there are none, the module's device."""
+        """The devices of ``device_ids``, in the same order. Without any, the module's device."""
         here = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         return self._devices_of(self.device_ids) or [here]
 
     def _id_of(self, device: torch.device) -> int | torch.device:
-        """Return the index of an accelerator, or any other device itself."""
+        """Return the index of ``device`` if it is an accelerator, otherwise ``device`` itself."""
         return device.index if device.type == self._device_type else device
 
     def _devices_of(self, ids: Iterable[int | torch.device]) -> list[torch.device]:
@@ -319,10 +377,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets.
 
-        With ``"auto"``, this is the value for the largest training batch so far, which may be that
-        of a loaded checkpoint. It is None until there is one. Reading the attribute also checks
-        whether memory has run out. The attribute may be set to any value that the constructor
-        accepts.
+        With ``"auto"``, this is the current value for the largest training batch so far, whose size
+        may come from a loaded checkpoint. It is None before the first training batch. Reading the
+        attribute also checks whether memory has run out. The attribute may be set to any value that
+        the constructor accepts.
         """
         return self._policy.gpu0_bsz
 
@@ -332,19 +390,22 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def device_weights(self) -> tuple[float, ...] | None:
-        """The constructor's ``device_weights``; None if omitted, or with fewer than two devices."""
+        """The argument ``device_weights``, or None if it was omitted.
+
+        It is also None if there are fewer than two devices.
+        """
         return self._policy.device_weights
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return how many samples of a batch of ``batch_size`` each device gets."""
+        """Return each device's number of samples for a batch of ``batch_size`` samples."""
         return self._policy.split(batch_size)
 
     @property
     def memory(self) -> MemoryProbe:
-        """A new ``MemoryProbe`` of the devices of this model.
+        """A new ``MemoryProbe``, which measures the memory of the devices of this model.
 
         Raises:
-            ProbeError: a device does not count its memory. ``"cpu"`` is such a device.
+            ProbeError: a device has no memory statistics. ``"cpu"`` is such a device.
         """
         return MemoryProbe(self.devices)
 
@@ -352,14 +413,19 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Compare the results of a split batch with those of the whole batch on one device.
 
         Call this method once after wrapping a model. The split batch and the whole batch run in
-        evaluation mode, with gradients, on a copy of the module, so parameters, gradients, buffers
-        and random numbers stay as they are. The whole batch runs on ``device_ids[0]``, which also
-        holds a copy of the parameters, so give a small batch.
+        evaluation mode, with gradients enabled, on a copy of the module. So the parameters,
+        gradients and buffers of the module and the state of random number generators stay as they
+        are. The whole batch runs on ``device_ids[0]``, which also holds the copy of the parameters,
+        so give a small batch.
+
+        Args:
+            *inputs: the positional arguments of a call.
+            **kwargs: the keyword arguments of a call.
 
         Returns:
-            A ``CheckResult``, which prints as a table. It lists the outputs that differ by more
-            than rounding, and likewise the gradients of a weighted sum of the outputs, each with
-            the likely cause.
+            A ``CheckResult``, which ``print`` shows as a table. It lists the outputs, and the
+            gradients of parameters, that differ by more than rounding errors, each with the likely
+            cause. The gradients are those of a weighted sum of the outputs.
 
         Examples:
             >>> parallel = BalancedDataParallel(1, torch.nn.Linear(4, 2), ["cpu", "cpu"])
@@ -372,11 +438,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Share one broadcast of the weights among all calls inside a ``with`` block.
 
         Use it for loops that do not change the weights, such as evaluation and gradient
-        accumulation. Step the optimizer after the block. Inside the block, other devices do not
-        see writes through ``.data``, nor the writes of the module to frozen weights.
+        accumulation. Step the optimizer after the block. Some changes of weights inside the block
+        do not reach the copies on other devices: writes through ``.data``, and writes of the module
+        to frozen weights.
 
         Raises:
-            RuntimeError: on a call, a parameter that requires grad was changed inside the block,
+            RuntimeError: on a call, if inside the block a parameter that requires grad was changed,
                 or a parameter was replaced, frozen or unfrozen.
 
         Examples:
@@ -390,18 +457,19 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return self._replicator.copies.shared()
 
     accumulate = no_sync = shared_weights
-    """Aliases: a name for gradient accumulation, and the one in ``DistributedDataParallel``."""
+    """Other names of ``shared_weights``; ``no_sync`` is the name in ``DistributedDataParallel``."""
 
     def homes(self) -> dict[str, torch.device]:
-        """Return the device that keeps each parameter, by name."""
+        """Return a dictionary that maps the name of each parameter to the device that it is on."""
         return {name: parameter.device for name, parameter in self.module.named_parameters()}
 
     @contextmanager
     def on_one_device(self) -> Iterator[ModuleT]:
         """Context manager that yields the module with all its parameters on ``device_ids[0]``.
 
-        Use it for ``generate``, export and so on, because with ``spread`` the module cannot run by
-        itself. After the block, each parameter is on its previous device again.
+        Use it to run the module itself, for example for ``generate`` or an export. With ``spread``,
+        the module cannot run by itself outside this context, because its parameters are on several
+        devices. After the block, each parameter is on its previous device again.
         """
         homes = [(parameter, parameter.device) for parameter in self.module.parameters()]
         try:
@@ -416,8 +484,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state = self._policy.state_dict()
         if state and hasattr(destination, "_metadata"):
-            # Stored in the metadata, beside the version of the module, because nn.DataParallel
-            # would refuse another key in the state dict itself.
+            # The state is stored in the metadata, beside the version of the module, because
+            # nn.DataParallel would refuse another key in the state dict itself.
             destination._metadata[prefix[:-1]][STATE_KEY] = state
 
     def _load_from_state_dict(
@@ -430,7 +498,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
         # torch gives this method no types.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Scripts call cuda() on wrappers. Afterwards, all parameters are on the first device.
+        # Scripts call cuda() on the wrapper, which moves all parameters to the first device.
         if self.spread and {p.device for p in self.module.parameters()} == {self.src_device_obj}:
             spread_parameters(self.module, self.devices)
         return self

@@ -22,23 +22,30 @@ def balanced_data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Evaluate ``module(*inputs, **module_kwargs)`` in parallel, with a smaller first chunk.
+    """Compute ``module(*inputs, **module_kwargs)`` on several devices, in parallel.
 
-    This is the functional form of ``BalancedDataParallel``, just as
-    ``torch.nn.parallel.data_parallel`` is the functional form of ``nn.DataParallel``. It never
-    moves the module.
+    The batch is split over the devices, and the first device gets at most ``gpu0_bsz`` samples.
+    This function is the functional form of ``BalancedDataParallel``, just as
+    ``torch.nn.parallel.data_parallel`` is the functional form of ``nn.DataParallel``. The function
+    never moves the module to another device.
 
     Args:
-        gpu0_bsz: the most samples that the first device gets; None means no limit.
+        gpu0_bsz: the most samples of the batch that the first device gets; None means no limit.
         module: the module to evaluate; its parameters and buffers must be on ``device_ids[0]``.
         inputs: a tuple of positional arguments, a single positional argument, or None for none.
-        device_ids: as in ``BalancedDataParallel``.
-        output_device: where the output goes, by default ``device_ids[0]``; may be ``"cpu"``.
-        dim: the batch dimension.
-        module_kwargs: keyword arguments.
+        device_ids: the devices, as in ``BalancedDataParallel``.
+        output_device: the device of the output, by default ``device_ids[0]``. It may be ``"cpu"``.
+        dim: the batch dimension of the inputs and outputs.
+        module_kwargs: the keyword arguments of the module; None for none.
+
+    Returns:
+        The output of the module for the whole batch.
 
     Raises:
-        BalancedDataParallelError: the errors of ``BalancedDataParallel``, in the same cases.
+        BalancedDataParallelError: an argument cannot be used, an input cannot be split, or the
+            outputs cannot be joined, as in ``BalancedDataParallel``.
+        RuntimeError: a parameter or buffer is not on ``device_ids[0]``, or the module cannot be
+            replicated.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2)

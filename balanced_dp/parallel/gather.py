@@ -19,39 +19,49 @@ from .losses.weights import joined, moved
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Join the outputs of the replicas into one output. Differentiable.
+    """Join the outputs of the replicas into one output on one device. Differentiable.
 
-    - Tensors are concatenated along the batch dimension if their shapes differ only there, or if
-      its size is the same multiple of the chunk size on every replica. Otherwise they are
-      concatenated along the only dimension whose size is proportional to the chunk size, as in
-      the states of RNNs. Rows are in the order of the devices. There is a warning unless each
-      sample has exactly one row.
-    - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is restored.
+    - Tensors are concatenated along the batch dimension if their shapes differ only in that
+      dimension, or if the size of that dimension is the same multiple of the chunk size on every
+      replica. Otherwise they are concatenated along the only dimension whose size is proportional
+      to the chunk size, as for the states of RNNs. Rows are in the order of the devices. A warning
+      is issued unless each sample has exactly one row.
+    - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, this dimension is
+      restored before the tensors are concatenated.
     - 0-dim tensors, and tensors with one entry for several samples, are joined into one value, or
-      stacked into a vector. Integers and bools that differ between replicas are added up, with a
-      warning. The sum of bools is whether any of them is true.
-    - If the length of a list or tuple is the chunk size on every replica, it has an entry for each
-      sample, and its entries are concatenated. But if all chunks have the same size, this is
-      ambiguous. Then tuples are joined item by item. So are lists, with a warning, if they are
-      equal on all replicas, contain a tensor with a batch dimension, or contain only tensors of one
+      stacked into a vector with ``scalar_outputs="stack"``. Integers and bools that differ between
+      replicas are added up, with a warning. The sum of bools is True if any of them is True.
+    - A list or tuple whose length is the chunk size on every replica has an entry for each sample.
+      The entries of all replicas are put into one list or tuple. But if all chunks have the same
+      size, the length does not show whether there is an entry for each sample. In this case, tuples
+      are joined item by item. Lists are also joined item by item, with a warning, if they are equal
+      on all replicas, contain a tensor with a batch dimension, or contain only tensors of one
       element.
-    - Other containers are joined item by item. A key-value cache of transformers becomes None.
-      Anything else must be equal on every replica and is returned as it is.
+    - Other containers are joined item by item: each item of the result is joined from the items
+      with the same name or position. A key-value cache of transformers becomes None, with a
+      warning. Any other value must be equal on every replica and is returned unchanged.
 
     Args:
         device: the device of the joined tensors.
-        call: the chunk sizes, the batch dimension and how 0-dim tensors are joined.
+        call: the ``Call`` that computed the outputs. It holds the chunk sizes and the batch
+            dimension, and says how 0-dim tensors are joined.
 
     Raises:
-        GatherError: the outputs differ in structure, or in a value that is not a tensor; or the
-            samples of a tensor are not along one dimension.
+        GatherError: the outputs differ in structure, or in a value that is not a tensor; or no
+            single dimension of a tensor holds the samples.
     """
 
     device: torch.device
     call: Call
 
     def join(self, outputs: Sequence[Any], path: str = "") -> Any:
-        """Return the outputs of one or more replicas joined into one output."""
+        """Return the outputs of one or more replicas joined into one output.
+
+        Args:
+            outputs: the output of each replica, or the parts at ``path`` of these outputs.
+            path: the dotted path of the parts, such as ``"boxes.0"``. It is empty for whole
+                outputs.
+        """
         first, *others = outputs
         if all(isinstance(output, Tensor) for output in outputs):
             return self._tensors(outputs, path)
@@ -78,7 +88,7 @@ class Gather:
         return nested.rebuild(first, values)
 
     def _are_entries(self, lists: Sequence[Any], path: str) -> bool:
-        """Return whether lists have an entry for each sample, rather than items for all of them."""
+        """Return whether each list has one entry per sample, not items that hold all samples."""
         sizes = self.call.chunk_sizes
         are_lists = all(isinstance(o, list | tuple) and not hasattr(o, "_fields") for o in lists)
         if not are_lists or tuple(map(len, lists)) != sizes or len(sizes) < 2:
@@ -105,7 +115,7 @@ class Gather:
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
         first, how = tensors[0], self.call.scalar_outputs
         sizes = self.call.chunk_sizes or (0,) * len(tensors)
-        # Nothing to join: the output of the only replica (unless stacked), or an entry of a list.
+        # Nothing to join: the output of a single replica (unless stacked), or an entry of a list.
         if len(tensors) == 1 and (first.dim() or how != "stack" or len(sizes) > 1):
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}
@@ -144,7 +154,16 @@ class Gather:
         return joined(numbers, None, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
-        """Return the dimension along which tensors are concatenated."""
+        """Return the dimension along which tensors of ``shapes`` are concatenated.
+
+        Args:
+            shapes: the shape of each replica's tensor.
+            dim: the batch dimension.
+            path: the dotted path of the tensors in the output.
+
+        Raises:
+            GatherError: no single dimension holds the samples.
+        """
         sizes = self.call.chunk_sizes
         lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
@@ -153,9 +172,9 @@ class Gather:
         factors = [{n / size for n, size in zip(own, sizes, strict=False)} for own in lengths]
         following = [d for d, own in enumerate(factors) if len(own) < 2 and sum(own) % 1 == 0]
         exact = [d for d in following if lengths[d] == sizes]
-        # In this order: dimensions whose sizes differ; ``dim`` if its size is a multiple of the
-        # chunk size; dimensions whose size is the chunk size; ``dim`` if each replica has one row,
-        # such as its loss.
+        # The candidates, in order of preference: dimensions whose sizes differ; ``dim`` if its size
+        # is a multiple of the chunk size; dimensions whose size is the chunk size; ``dim`` if each
+        # replica has one row, such as its loss.
         one_row = [dim] if lengths[dim:] and set(lengths[dim]) == {1} else []
         axes = differing or ([dim] if dim in following else exact) or one_row
         if len(axes) != 1 or axes[0] not in (dim, *following):
@@ -190,11 +209,15 @@ def _differ(path: str, values: Sequence[Any], what: str) -> GatherError:
 
 
 class Concatenate(torch.autograd.Function):
-    """Concatenate on one device, without the copies of chunks there that torch.cat needs."""
+    """Concatenate tensors of several devices into one tensor on one device.
+
+    ``torch.cat`` would need a copy of each tensor on that device first. This function copies each
+    tensor directly into the result.
+    """
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: Tensor) -> Tensor:
-        """Concatenate tensors on ``device``. Their shapes may differ only along ``dim``."""
+        """Return tensors concatenated on ``device``. Their shapes may differ only along ``dim``."""
         ctx.dim, ctx.devices, first = dim, [tensor.device for tensor in tensors], tensors[0]
         ctx.sizes = [tensor.size(dim) for tensor in tensors]
         shape = [*first.shape[:dim], sum(ctx.sizes), *first.shape[dim + 1 :]]
@@ -208,5 +231,5 @@ class Concatenate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the part of the gradient for each tensor, on the tensor's device."""
+        """Return each tensor's part of the gradient, on the device of the tensor."""
         return None, None, *map(Tensor.to, grad.split(ctx.sizes, ctx.dim), ctx.devices)

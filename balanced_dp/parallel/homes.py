@@ -12,15 +12,21 @@ from .copies import BUCKET_BYTES
 
 
 def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> None:
-    """Move each parameter to one of ``devices``, and the buffers to the first.
+    """Spread the parameters of ``module`` over ``devices``; move its buffers to the first device.
 
-    The bytes on each device are in proportion to its capacity. If a capacity is unknown, all
-    devices get about the same number of bytes. Runs of successive submodules stay together, since
-    their parameters are copied together and used soon after one another. The first run goes to the
-    first device, and each later run to the least full device, so that gradients arrive at all
-    devices at once.
+    Each device gets a number of bytes of parameters that is about proportional to the total memory
+    of the device. If the memory of a device is unknown, all devices get about the same number of
+    bytes.
 
-    ``devices`` may contain duplicates. A module that fits on no single device may be on the CPU.
+    Several successive submodules form a group, whose parameters go to the same device, since they
+    are copied together and used soon after one another. The first group goes to the first device,
+    and each later group to the device that is then the least full. So the gradients of a backward
+    pass arrive at all devices at the same time, not at one device after another.
+
+    Args:
+        module: the module. Before the call, it may be on the CPU, for example because it fits on no
+            single device.
+        devices: the devices; a device may be given twice.
     """
     devices = list(dict.fromkeys(devices))
     is_known = all(hasattr(torch.get_device_module(d), "get_device_properties") for d in devices)
@@ -47,7 +53,10 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
 
 
 def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor and its gradient in place. An offloaded (meta) tensor is not moved."""
+    """Move a tensor and its ``grad`` to ``device``, without making a new tensor object.
+
+    A tensor on the meta device, such as an offloaded parameter, is not moved.
+    """
     if tensor.device == device or tensor.is_meta:
         return
     grad, tensor.grad = tensor.grad, None

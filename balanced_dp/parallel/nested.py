@@ -1,8 +1,11 @@
-"""Name the arguments of a call; take containers apart and rebuild them.
+"""Name the arguments of a call, take nested containers apart, and rebuild them.
+
+A dotted path names a value inside nested containers: ``"batch.mask"`` is the entry ``mask`` of the
+argument ``batch``.
 
 Torch's pytree is not used, because it treats dataclasses and subclasses of ``dict`` as leaves.
-Tensors in a leaf would silently be passed on without being split. Registering such classes would
-change the pytree for all other code, too.
+Tensors in such a leaf would silently be passed on without being split. Registering these classes
+with pytree would change its behavior for all other code, too.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from torch.nn.utils.rnn import PackedSequence
 from ..errors import ArgumentError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a call."""
+"""The positional and the keyword arguments of a call."""
 
 
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; none if it has no signature."""
+    """Return the parameters of a function by name, or an empty dict if it has no signature."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -32,7 +35,13 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def named_arguments(function: Callable[..., Any], arguments: Arguments) -> list[tuple[str, Any]]:
-    """Return the name and value of each argument. Positional ones are named by the parameters."""
+    """Return the name and value of each argument of a call of ``function``.
+
+    A positional argument has the name of its parameter in ``function``. The arguments that
+    ``function`` collects in ``*args`` have the names ``args.0``, ``args.1`` and so on. If
+    ``function`` has no signature, the positional arguments have the names ``inputs.0``,
+    ``inputs.1`` and so on.
+    """
     args, kwargs = arguments
     known = parameters(function).values()
     names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -44,10 +53,15 @@ def named_arguments(function: Callable[..., Any], arguments: Arguments) -> list[
 def check_paths(
     option: str, paths: str | Iterable[str], function: Callable[..., Any]
 ) -> frozenset[str]:
-    """Return the dotted paths given for ``option``, after checking that ``function`` takes them.
+    """Return ``paths`` as a set, after checking that they name parameters of ``function``.
+
+    Args:
+        option: the name of the option for which the paths are given, for the error message.
+        paths: dotted paths of arguments, such as ``"batch.mask"``, or a single path.
+        function: the function that is called with these arguments.
 
     Raises:
-        ArgumentError: a path does not begin with a parameter of ``function``.
+        ArgumentError: a path does not begin with the name of a parameter of ``function``.
     """
     paths = frozenset([paths] if isinstance(paths, str) else paths)
     names = parameters(function)
@@ -69,10 +83,14 @@ def described(function: Callable[..., Any]) -> str:
 
 
 def items(container: object, path: str = "") -> list[tuple[str, Any]] | None:
-    """Return the items of a container, each with its dotted path, or None if it is a leaf.
+    """Return the dotted path and value of each item of a container; None for any other object.
 
     Containers are mutable mappings (``dict``, ``UserDict``, transformers' ``ModelOutput``),
     dataclass instances, named tuples, tuples, lists and deques, and subclasses of these.
+
+    Args:
+        container: the container.
+        path: the dotted path of the container. The paths of its items begin with it.
     """
     found: Iterable[tuple[Any, Any]]
     if isinstance(container, MutableMapping):
@@ -90,10 +108,15 @@ def items(container: object, path: str = "") -> list[tuple[str, Any]] | None:
 
 
 def checked_items(value: object, path: str, error: type[Exception]) -> list[tuple[str, Any]] | None:
-    """Return the items of the input or output at ``path``, as ``items`` does.
+    """Return the items of an input or output, as ``items`` does, after checking its type.
+
+    Args:
+        value: the input or output.
+        path: the dotted path of the value.
+        error: the class of the error to raise.
 
     Raises:
-        error: the value holds tensors but can be neither split nor joined.
+        error: the value holds tensors, but its type can be neither split nor joined.
     """
     found, problem = None, ""
     if isinstance(value, PackedSequence):
@@ -115,7 +138,10 @@ def is_cache(value: object) -> bool:
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested containers, each with its dotted path."""
+    """Yield the dotted path and value of each leaf of nested containers.
+
+    A leaf is an object that is not a container, as ``items`` defines it.
+    """
     children = items(value, path)
     if children is None:
         yield path, value
@@ -129,7 +155,13 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def replaced(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") -> Any:
-    """Return a value with the tensors at some dotted paths replaced; containers are copied."""
+    """Return ``value`` with some leaves replaced. Containers are rebuilt, not changed in place.
+
+    Args:
+        value: the value, which may be nested containers.
+        tensors: by the dotted path of a leaf, the tensor to put in its place.
+        path: the dotted path of the value.
+    """
     children = items(value, path) if tensors else None
     if children is None:
         return tensors.get(path, value)
@@ -137,7 +169,10 @@ def replaced(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") ->
 
 
 def rebuild(container: Any, values: Iterable[Any]) -> Any:
-    """Return a container like ``container`` that holds ``values``, in the order of its items."""
+    """Return a container of the same type and structure, with ``values`` as its items.
+
+    The values are in the same order as the items that ``items(container)`` returns.
+    """
     if isinstance(container, tuple):
         make = getattr(container, "_make", type(container))  # named tuples have _make
         return make(values)

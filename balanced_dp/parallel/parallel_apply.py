@@ -24,26 +24,27 @@ def parallel_apply(
     devices: Sequence[torch.device],
     chunk_sizes: Sequence[int] = (),
 ) -> list[Any]:
-    """Call ``functions[i]`` on ``arguments[i]`` with ``devices[i]`` current; return the results.
+    """Call ``functions[i]`` with ``arguments[i]`` on ``devices[i]``; return the list of results.
 
-    Calls for the first device run in the calling thread; each other device has a thread for its
-    calls. If there are several emulated devices, the first one has a thread, too. Calls on the same
+    The calls for the first device run in the calling thread. Each other device has a thread for its
+    calls. If there are several emulated devices, the first one also has a thread. Calls on the same
     device run one after the other, so that activation checkpointing can replay the random numbers
-    of each. Each call has the caller's grad mode, inference mode, autocast state and current
-    streams. Calls in other threads have a copy of the caller's context variables.
+    of each call. During each call, ``devices[i]`` is the current device, and the grad mode, the
+    inference mode, the autocast state and the current streams are those of the caller. Calls in
+    other threads have a copy of the caller's context variables.
 
-    After Ctrl-C, the function does not wait for the other replicas: it abandons them.
+    If Ctrl-C interrupts this function while it waits for its threads, the threads are abandoned.
 
     Args:
         functions: the function of each call.
         arguments: the arguments of each call.
-        devices: the device of each call; a device may repeat.
-        chunk_sizes: the number of samples of each call, if known. The note that is added to an
-            exception states it.
+        devices: the device of each call. Several calls may have the same device.
+        chunk_sizes: the number of samples of each call, or empty if unknown. The note that is added
+            to an exception states the number.
 
     Raises:
         BaseException: the exception of the failed call with the lowest index, after all calls have
-            ended. A note on the exception names the call.
+            ended. A note that is added to the exception names the call by its index and device.
     """
     restored = _state_of_caller(devices)
     results: dict[int, Any] = {}
@@ -56,8 +57,8 @@ def parallel_apply(
     first = None if has_own_threads else others.pop(0)
 
     # Emulated devices share the cores. If all pools of OpenMP together have more threads than there
-    # are cores, the threads sleep between operators, and waking them takes time. This holds for
-    # backward, too.
+    # are cores, the threads sleep between operators, and waking them takes time. This holds in
+    # the backward pass, too.
     num_threads = torch.get_num_threads()
 
     def work(device: torch.device) -> None:
@@ -103,10 +104,11 @@ def parallel_apply(
 def _state_of_caller(
     devices: Sequence[torch.device],
 ) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
-    """Return a function that takes a device and returns a context manager that makes it current.
+    """Record torch's state of the calling thread, and return a function to restore it elsewhere.
 
-    Inside the context, a thread has the state that torch keeps for the calling thread, such as
-    grad mode.
+    The function takes a device and returns a context manager. Inside the context, the device is
+    the current device, and the thread has the recorded state: grad mode, inference mode, autocast
+    state, and the current stream of the device.
     """
     contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
         functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),

@@ -1,4 +1,4 @@
-"""The outputs of the replicas on the devices that computed them."""
+"""A sequence of the outputs of the replicas, each on the device that computed it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ _REMEDY = (
 class PerDevice(Scattered):
     """The result of a call with ``gather=False``: one output for each device that had samples.
 
-    It is a sequence of the outputs. If the model has ``scalar_outputs="auto"``, a loss in each
-    output has the value of the whole batch, so call ``backward`` on only one of these losses.
+    A ``PerDevice`` is a sequence of these outputs. If the ``BalancedDataParallel`` has
+    ``scalar_outputs="auto"``, the losses in the outputs are already joined: the loss in each output
+    has the value of the whole batch. So call ``backward`` on the loss in only one of the outputs.
 
     Args:
-        outputs: the output of each replica, on its device.
-        call: the call that computed them: its split, and how 0-dim outputs are joined.
-        output_device: where results are joined.
+        outputs: the output of each replica, on the device of the replica.
+        call: the ``Call`` that computed the outputs. It holds the chunk sizes, and says how 0-dim
+            outputs are joined.
+        output_device: the device on which ``gather`` and ``map`` join outputs and results.
 
     Attributes:
         devices: the device of each output.
         chunk_sizes: how many samples each output has; None if the inputs were not split.
-        output_device: where results are joined.
-        dim: the batch dimension.
+        output_device: the device on which ``gather`` and ``map`` join outputs and results.
+        dim: the batch dimension of the outputs.
 
     Raises:
         ScatterError: in ``map``, an argument cannot be split.
-        GatherError: in ``gather`` and ``map``, the outputs or results cannot be joined.
+        GatherError: in ``gather``, the outputs cannot be joined; in ``map``, the results of the
+            function cannot be joined.
 
     Examples:
         >>> from balanced_dp import BalancedDataParallel
@@ -58,7 +61,7 @@ class PerDevice(Scattered):
         self.dim = call.dim
         self.devices = tuple(call.devices)
         self.chunk_sizes = call.chunk_sizes or None
-        # A new Call, because the given one would keep the model and the arguments alive.
+        # This is a new Call, because ``call`` would keep the model and the arguments alive.
         split = self.devices, call.chunk_sizes, self.dim
         self._call = Call(call.history, type(self).gather, *split, call.scalar_outputs)
 
@@ -75,7 +78,7 @@ class PerDevice(Scattered):
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
-        """Raise TypeError: torch's functions take tensors."""
+        """Raise TypeError, because torch's functions do not take a ``PerDevice``."""
         raise TypeError(f"{function.__name__} takes tensors, but got a PerDevice: {_REMEDY}")
 
     def __repr__(self) -> str:
@@ -86,7 +89,7 @@ class PerDevice(Scattered):
         """Return the outputs joined on ``output_device``, as a call with ``gather=True`` does.
 
         Raises:
-            GatherError: the outputs differ in structure.
+            GatherError: the outputs cannot be joined, for example because their structures differ.
         """
         return Gather(self.output_device, self._call).join(self._outputs)
 
@@ -99,21 +102,24 @@ class PerDevice(Scattered):
     ) -> Any:
         """Compute ``function(output, *args, **kwargs)`` on each device, and join the results.
 
-        Use it to compute small metrics of large outputs: ``outputs.map(num_right, labels,
-        scalar_outputs="sum")``. Gradients are recorded, except under ``torch.no_grad()``.
+        Use it to compute small metrics of large outputs, as in ``outputs.map(num_right, labels,
+        scalar_outputs="sum")``. The results have an autograd graph, except under
+        ``torch.no_grad()``.
 
         Args:
-            function: called once for each output, in parallel. For ``n`` samples it returns tensors
-                with a batch dimension of size ``n``, or 0-dim tensors.
-            *args: further positional arguments; tensors are split as the batch was.
-            **kwargs: further keyword arguments; tensors are split in the same way.
+            function: the function, which is called once for each output, in parallel. For an output
+                of ``n`` samples, it returns 0-dim tensors, or tensors whose batch dimension has
+                size ``n``.
+            *args: further positional arguments of the function, for the whole batch. Tensors are
+                split over the devices as the batch was.
+            **kwargs: keyword arguments of the function, which are split in the same way.
             scalar_outputs: how 0-dim results are joined, as in ``BalancedDataParallel``:
                 ``"auto"``, ``"mean"``, ``"sum"`` or ``"stack"``.
 
         Raises:
             ScatterError: an argument cannot be split as the batch was.
             GatherError: the results differ in structure, or in a value that is not a tensor.
-            ArgumentError: ``scalar_outputs`` is none of these four.
+            ArgumentError: ``scalar_outputs`` is none of the four strings above.
         """
         check_options(scalar_outputs)
         call = replace(self._call, function=function, scalar_outputs=scalar_outputs)
@@ -121,7 +127,13 @@ class PerDevice(Scattered):
         return self._run([function] * len(self), inputs, call)
 
     def _run(self, functions: Sequence[Callable[..., Any]], inputs: Inputs, call: Call) -> Any:
-        """Call a function for each output, on its device, and join the results."""
+        """Call a function on each device, and join the results on ``output_device``.
+
+        Args:
+            functions: the function for each device.
+            inputs: the arguments for the whole batch, which are split over the devices.
+            call: the ``Call`` that says how the results are joined.
+        """
         devices, sizes = self.devices, call.chunk_sizes
         arguments = call.arguments = inputs.scatter(devices, sizes)
         with running(call):

@@ -1,9 +1,9 @@
 """A replica of a module: a shallow copy that gets new tensors in each call, and is reused.
 
 Making a replica takes Python work for each submodule, parameter and buffer, and most of this work
-gives the same result in each call. So replicas that have run are kept for the next call, as long as
-the module holds the same objects as when they were made. Between calls, a replica holds no tensors.
-A replica is reused only if nothing else refers to its modules.
+gives the same result in each call. So a replica that has run is kept for the next call, as long as
+the module holds the same objects as when the replica was made. Between calls, a replica holds no
+tensors. A replica is reused only if nothing else refers to its modules.
 """
 
 from __future__ import annotations
@@ -26,42 +26,53 @@ from .copies import Arrivals, ArrivingParameters
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The attributes in which a module stores what is registered; each replica has its own."""
+"""The attributes in which a module stores registered objects (``MEMBERS``) and hooks (``HOOKS``).
+
+Each is a dictionary. A replica has dictionaries of its own for them.
+"""
 
 _CARRIERS = (types.MethodType, functools.partial)
-"""Types of hooks and ``forward`` attributes that may refer to modules.
+"""Types of callables, such as hooks or a replaced ``forward``, that may refer to modules.
 
-In a replica they refer to the copies of the modules.
+In a replica, such a callable is replaced by one that refers to the copies of the modules.
 """
 
 _Member = tuple[int, str, str, Any]
-"""The index of a module, an entry of ``MEMBERS``, and the name and value of a member there."""
+"""A parameter, buffer or submodule, which is registered in a module.
+
+The tuple contains the index of that module, the entry of ``MEMBERS`` that is the dictionary of the
+registered object, its name in this dictionary, and the object itself.
+"""
 
 _Place = tuple[int, str, str, int]
-"""As ``_Member``, but with the position of the member in a list instead of its value."""
+"""As ``_Member``, but with the position of the registered object in a list, not the object."""
 
 
 class Blueprint:
-    """The parts that all replicas of a module have in common.
+    """The information about a module that all replicas of this module are made from.
 
     Args:
-        network: the module.
+        network: the module to replicate.
 
     Attributes:
         modules: the module itself and then its submodules, each once.
         tensors: the parameters and then the buffers of the modules, each once. They are in the
-            order of registration, so neighbors are usually used together.
+            order of registration, so neighbors in the list are usually used soon after one another.
         parameters, buffers: the two parts of ``tensors``.
-        places: where the tensors are registered.
-        children: where the submodules are registered.
-        bound: the attributes and hooks that may be bound to modules. For each: the index of its
-            dictionary (first the attributes of all modules, then their hooks), its key, and its
-            value.
-        compiled: the indices of the modules that are results of ``torch.compile``.
-        can_recycle: whether replicas may be used again.
+        places: where each tensor is registered: the index of the module, the name of the
+            dictionary, the name of the tensor there, and its position in ``tensors``. A tensor that
+            is registered several times has several entries.
+        children: where each submodule is registered, as in ``places``, with its position in
+            ``modules``.
+        bound: the attributes and hooks that may refer to modules, such as bound methods. Each entry
+            contains the index of a dictionary, a key, and the value under this key. The
+            dictionaries are the ``__dict__`` of all modules, followed by their dictionaries of
+            hooks.
+        compiled: the indices of those modules that ``torch.compile`` has returned.
+        can_recycle: whether a replica may be used in more than one call.
 
     Raises:
-        RuntimeError: a submodule is scripted or compiled in place.
+        RuntimeError: the module or a submodule is scripted, or was compiled in place.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -84,7 +95,8 @@ class Blueprint:
         items = ((i, key, value) for i, held in places for key, value in held.items())
         self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
-        # A free-threaded build counts references separately for each thread.
+        # A replica is reused only if references to it can be counted. A free-threaded build counts
+        # references separately for each thread.
         can_count = not is_free_threaded_build()
         self.can_recycle = can_count and not any(map(_replicates_itself, self.modules))
         members = _registered((*MEMBERS, *HOOKS), own)
@@ -92,12 +104,15 @@ class Blueprint:
         self._contents = self._take_contents()
 
     def _members(self, kind: str) -> list[_Member]:
-        """Return all members of a kind, in the order of registration."""
+        """Return the objects that are registered in the dictionaries named ``kind``, in order.
+
+        The order is that of the modules and, within a module, the order of registration.
+        """
         own = [(i, module.__dict__[kind].items()) for i, module in enumerate(self.modules)]
         return [(i, kind, name, v) for i, items in own for name, v in items if v is not None]
 
     def is_of(self, network: nn.Module) -> bool:
-        """Return whether ``network`` is the module and has the same attributes as before."""
+        """Return whether ``network`` is the module of this blueprint, with unchanged attributes."""
         *before, values_before = self._contents
         *now, values_now = self._take_contents()
         is_same = self.modules[0] is network and before == now and not any(self._empty)
@@ -125,13 +140,14 @@ def _places(members: Sequence[_Member], values: Sequence[Any]) -> list[_Place]:
 
 
 class Replica:
-    """Shallow copies of the modules of a network.
+    """A replica of a module: shallow copies of the module and of its submodules.
 
     Args:
-        blueprint: the blueprint of the network.
+        blueprint: the ``Blueprint`` of the module.
 
     Attributes:
-        modules: the copies of its modules; the first is the copy of the network itself.
+        modules: the copies, in the order of ``Blueprint.modules``. The first is the copy of the
+            module itself, which is called.
         attributes: the ``__dict__`` of each copy.
     """
 
@@ -145,7 +161,10 @@ class Replica:
         for index, kind, name, _ in blueprint.places:
             self.attributes[index][kind][name] = None
         self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
-        """For each tensor, the dictionary of its module, its name there, and its position."""
+        """Where each tensor is registered: a dictionary, the tensor's name there, its position.
+
+        The position is that in ``Blueprint.tensors``.
+        """
         self._hooks = _registered(HOOKS, self.attributes)
         self._bind()
         for index in blueprint.compiled:
@@ -153,17 +172,18 @@ class Replica:
         self._resettable = [*self.attributes, *_registered(MEMBERS, self.attributes)]
         self._filled = list(filter(None, self._resettable))
         self._made_with = list(map(dict, self._filled))
-        """What ``_filled`` contains between calls: submodules, but no tensors."""
+        """Copies of the dictionaries in ``_filled`` without tensors, as they are between calls."""
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._arriving: list[dict[str, Any]] = []
         self._fingerprint = self._take_fingerprint()
 
     def _bind(self) -> None:
-        """Bind methods and hooks to the copies.
+        """Let the methods and hooks stored in the replica refer to its copies of the modules.
 
         A bound method in the dictionary of its own module makes a reference cycle, so only the
-        garbage collector would free the replica. So ``__del__`` replaces each such method by a
-        function that is bound when it is called, in case someone still holds the module.
+        garbage collector would free the replica. Therefore ``__del__`` replaces each such method by
+        a function that is bound only when it is called. This function is for code that still holds
+        a module of the replica.
         """
         bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
@@ -178,11 +198,13 @@ class Replica:
             own[key] = weak
 
     def begin(self, tensors: Sequence[torch.Tensor], arrivals: Arrivals) -> None:
-        """Register the tensors of a call.
+        """Register the tensors of a call in the modules of this replica.
 
         Args:
-            tensors: a copy of each tensor, all on one device, which may still be on its way.
-            arrivals: the events to wait for before a parameter is used.
+            tensors: a tensor for each of ``Blueprint.tensors``, all on the device of this replica.
+                Copies of parameters may still be incomplete.
+            arrivals: the events that mark the end of these copies. Before a parameter is used, the
+                replica waits for them.
         """
         for own, name, position in self._slots:
             own[name] = tensors[position]
@@ -192,12 +214,13 @@ class Replica:
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
                 own["_parameters"] = ArrivingParameters(plain, tensors[0].device, awaited)
                 self._arriving.append(own)
-        for rnn in self._rnns:  # flatten_parameters() in forward would use the original's otherwise
-            # A weight that forward computes, as in DropConnect, is not there yet.
+        # Without new flat weights, flatten_parameters() in forward would use the original's.
+        for rnn in self._rnns:
+            # A weight that forward computes, as in DropConnect, does not exist yet: None.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
     def stop_waiting(self) -> None:
-        """Replace each ``ArrivingParameters`` by the plain dictionary."""
+        """Replace each ``ArrivingParameters`` by its plain dictionary, whose reads do not wait."""
         while self._arriving:
             own = self._arriving.pop()
             own["_parameters"] = own["_parameters"].data
@@ -205,9 +228,10 @@ class Replica:
     def end(self) -> bool:
         """Reset the replica after a call, and return whether it may be reused.
 
-        If not, it is left as it is. A replica must not be reused if something else still refers to
-        its modules, or if they have changed in a way that the reset does not undo. Activation
-        checkpointing, for example, keeps modules, or their dictionaries, until backward.
+        A replica that may not be reused is not reset either. A replica must not be reused if
+        something else still refers to its modules, or if its modules have changed in a way that the
+        reset does not undo. Activation checkpointing, for example, keeps references to modules, or
+        to their dictionaries, until backward.
         """
         if not self._blueprint.can_recycle or self._fingerprint != self._take_fingerprint():
             return False
@@ -218,8 +242,9 @@ class Replica:
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
         """Return the state that a call must not change if the replica is to be used again.
 
-        The state is the number of references to each module and each of its dictionaries, the
-        number of weak references to each module, and the classes and hooks of the modules.
+        The state consists of the number of references to each module, to each of its dictionaries
+        that is not empty and to each method or hook that ``_bind`` has stored; the number of weak
+        references to each module; and the classes and hooks of the modules.
         """
         # sys.getrefcount counts local variables, so no local variable may hold a module.
         bound, hooks = [strong for _, _, strong, _ in self._bound], filter(None, self._hooks)
@@ -252,12 +277,20 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 
 _OF_REPLICAS = nn.Module()
-"""A replica without parameters. Its ``zero_grad`` only warns, as in ``nn.DataParallel``."""
+"""An empty module that is marked as a replica.
+
+Its ``zero_grad``, which only warns, becomes the ``zero_grad`` of the replicas, so replicas warn as
+those of ``nn.DataParallel`` do.
+"""
 _OF_REPLICAS.__dict__["_is_replica"] = True
 
 
 def _bind(value: Any, copies: Mapping[Any, Any]) -> Any:
-    """Return the value with modules replaced by their copies, in methods and partials, too."""
+    """Return ``value`` with each module replaced by its copy.
+
+    Modules to which bound methods and ``functools.partial`` objects refer are replaced, too. A
+    module that is not in ``copies`` stays.
+    """
     if isinstance(value, functools.partial):
         function, *args = (_bind(part, copies) for part in (value.func, *value.args))
         keywords = {name: _bind(part, copies) for name, part in value.keywords.items()}
@@ -273,7 +306,12 @@ def _call_bound(value: Any, copies: Mapping[Any, Any], *args: Any, **kwargs: Any
 
 
 def _registered(kinds: Sequence[str], attributes: list[dict[str, Any]]) -> list[dict[Any, Any]]:
-    """Return the dictionaries of members or hooks in the attributes of several modules."""
+    """Return the dictionaries named by ``kinds`` from the ``__dict__`` of each module.
+
+    Args:
+        kinds: several names from ``MEMBERS`` and ``HOOKS``.
+        attributes: the ``__dict__`` of each module.
+    """
     return list(chain.from_iterable(map(operator.itemgetter(*kinds), attributes)))
 
 
@@ -283,6 +321,7 @@ _DEFAULTS = [kind._replicate_for_data_parallel for kind in (nn.Module, nn.RNNBas
 def _replicates_itself(module: nn.Module) -> bool:
     """Return whether a module overrides ``_replicate_for_data_parallel``.
 
-    The override of ``nn.RNNBase`` does not count, since ``Replica`` sets the flat weights itself.
+    The override in ``nn.RNNBase`` does not count, since ``Replica.begin`` does the same work: it
+    sets the flat weights.
     """
     return type(module)._replicate_for_data_parallel not in _DEFAULTS

@@ -18,47 +18,49 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Replicator:
-    """Replicate a module for each call, and recycle the replicas.
+    """Make replicas of a module for each call, and reuse the replicas in later calls.
 
     Replicas differ from those of ``torch.nn.parallel.replicate``:
 
-    - Their ``parameters()`` are copies of the module's parameters. Replicas on one device share
-      these copies. Replicas on the module's own device have the parameters themselves.
+    - Their ``parameters()`` are copies of the module's parameters. Replicas on the same device
+      share these copies. A replica on the device of a parameter has the parameter itself.
     - Methods that are registered as hooks, or stored as attributes of a module (such as a replaced
       ``forward``), are bound to the replica.
-    - A parameter that was not used gets no gradient; torch's replicas give it zeros.
+    - A parameter that no replica used gets no gradient. Torch's replicas give it zeros.
 
-    Parameters are copied differentiably: backward adds the gradients of each replica to ``.grad``
-    of the parameters as soon as a bucket of gradients is complete. The first replica shares the
-    module's buffers if they are on its device, so that in-place updates are kept; every other
-    replica has copies of the buffers.
+    The copies of parameters are differentiable. In backward, the gradients that a replica computes
+    are sent to the original parameters in groups, and are added to ``.grad``. A group is sent as
+    soon as all of its gradients are computed. The first replica uses the module's own buffers if
+    they are on the device of this replica, so that in-place updates of the buffers are kept. Every
+    other replica has copies of the buffers.
 
     Attributes:
-        copies: the parameters on other devices.
+        copies: makes the copies of the parameters on other devices. Inside a ``with`` block of
+            ``copies.shared()``, all calls use the same copies.
     """
 
     def __init__(self) -> None:
         self.copies = ParameterCopies()
         self._pool: tuple[Blueprint, list[Replica]] | None = None
-        """The blueprint of the module, and replicas that wait for the next call."""
+        """The ``Blueprint`` of the module, and the idle replicas that later calls may use."""
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
-        return Replicator, ()  # a copy of the model gets a new one
+        return Replicator, ()  # a copy of the model gets a new Replicator
 
     def replicate(
         self, network: ModuleT, devices: Sequence[torch.device], homes: Sequence[torch.device] = ()
     ) -> Replicas[ModuleT]:
-        """Return one replica for each device.
+        """Return a list with one replica of ``network`` for each device.
 
         Args:
-            network: the module.
-            devices: the devices of the replicas.
-            homes: the devices that may hold its parameters; the first must hold its buffers. If
-                empty, parameters and buffers may be anywhere.
+            network: the module to replicate.
+            devices: the device of each replica.
+            homes: the devices on which the parameters of ``network`` may be. Its buffers must be on
+                the first of these devices. If empty, parameters and buffers may be on any device.
 
         Raises:
-            RuntimeError: a parameter or buffer is not where ``homes`` requires it, the module
-                cannot be replicated, or a parameter was changed inside ``copies.shared()``.
+            RuntimeError: a parameter or buffer is on a device that ``homes`` does not allow, the
+                module cannot be replicated, or a parameter was changed inside ``copies.shared()``.
         """
         pool = self._pool
         if pool is None or not pool[0].is_of(network):
@@ -76,10 +78,11 @@ class Replicator:
 
 
 def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> None:
-    """Check that each tensor is on one of the devices.
+    """Raise an error unless each tensor is on one of ``devices``.
 
     Raises:
-        RuntimeError: a tensor is elsewhere; the message begins like ``nn.DataParallel``'s.
+        RuntimeError: a tensor is on another device. The message begins like the message of
+            ``nn.DataParallel``.
     """
     for tensor in tensors:
         if tensor.device not in devices:
@@ -94,10 +97,15 @@ def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> 
 def _buffers_of_replicas(
     devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
 ) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield each replica's buffers; only the first shares the originals on its device."""
+    """Yield the buffers of each replica, in the order of ``devices``.
+
+    The first replica gets the original buffers that are on its device, and copies of all others.
+    Every other replica gets only copies.
+    """
     sent = copy_to([*dict.fromkeys(devices)], buffers)
     for i, device in enumerate(devices):
-        # The first replica on each device gets what was sent, the others get further copies.
+        # The first replica on each device gets the result of copy_to, and any other replica on the
+        # same device gets further copies.
         own = sent.pop(device, buffers)
         if i:
             pairs = zip(own, buffers, strict=True)
@@ -107,16 +115,21 @@ def _buffers_of_replicas(
 
 
 class Replicas(list[ModuleT]):
-    """The replicas of one call, and their state before the call, to find what forward wrote.
+    """A list of the replicas of one call.
 
-    The first replica shares the module's tensors that are on the replica's device, and has copies
-    of all other tensors. ``running`` copies to the module what this replica writes there.
+    The first replica uses the module's own parameters and buffers if they are on the device of this
+    replica. It has copies of all other parameters and buffers. What the forward pass writes to
+    these copies is copied to the module at the end of ``running``. To find it, the state of the
+    copies before the call is stored.
 
     Args:
-        blueprint: the blueprint of the module.
-        waiting: the list of idle replicas, to which these are added after the call.
-        tensors: the tensors of each replica, in the order of the blueprint.
-        arrivals: the events of the parameters that are still on their way.
+        blueprint: the ``Blueprint`` of the module.
+        waiting: the idle replicas of earlier calls. They are taken from this list for this call, as
+            far as there are enough. After the call, all of its replicas that may be reused are
+            added to the list.
+        tensors: the parameters and buffers of each replica, in the order of ``Blueprint.tensors``.
+        arrivals: the events that mark the end of the copies of parameters, some of which may still
+            be incomplete.
     """
 
     def __init__(
@@ -141,10 +154,11 @@ class Replicas(list[ModuleT]):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager in which the replicas run.
+        """Context manager inside which the replicas run.
 
-        At its end, it copies to the module what the first replica has written, and makes the
-        replicas available to the next call. The list is empty afterwards.
+        At the end of the ``with`` block, what the first replica has written to its copies of
+        parameters and buffers is copied to the module. Then the replicas are made available to the
+        next call, and this list is emptied. After an exception in the block, none of this is done.
         """
         try:
             yield
@@ -157,7 +171,7 @@ class Replicas(list[ModuleT]):
         self._replicas.clear()
 
     def wait(self) -> None:
-        """Let the streams on which the replicas were made wait for all parameters."""
+        """Let the streams that were current when the replicas were made wait for all copies."""
         self._arrivals.wait()
         for replica in self._replicas:
             replica.stop_waiting()
@@ -166,9 +180,10 @@ class Replicas(list[ModuleT]):
 
     @torch.no_grad()
     def _bring_home(self) -> None:
-        """Copy to the module what the first replica wrote to its copies of tensors."""
+        """Copy to the module what the first replica has written to its copies of tensors."""
         for original, copy, stamp in self._away:
-            # Batch norm's kernels write statistics without incrementing the version of a buffer.
+            # Batch norm's kernels write statistics without incrementing the version of a buffer. So
+            # every copy of a buffer counts as written.
             is_written = _stamp(copy) != stamp or not isinstance(original, nn.Parameter)
             if copy.shape != original.shape:
                 original.data = move(copy.detach(), original.device)
@@ -179,7 +194,7 @@ class Replicas(list[ModuleT]):
 
 
 def _stamp(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage | None]:
-    """Return the version and storage of a tensor; most writes change one of them."""
+    """Return the version counter and the storage of a tensor. Most writes change one of the two."""
     # The storage itself, not its address, which a new storage may get after this one is freed.
     storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
     return (0 if tensor.is_inference() else tensor._version, storage)

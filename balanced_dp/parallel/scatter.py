@@ -17,17 +17,22 @@ from . import nested
 from .nested import Arguments
 
 Named = Iterable[tuple[str, Any]]
-"""Inputs, each with its dotted path."""
+"""Pairs of name and value, one for each input. A name is a dotted path such as "batch.mask"."""
 
 Split = tuple[Sequence[torch.device], Sequence[int]]
-"""The devices of a call and their chunk sizes, which are empty if nothing is split."""
+"""The devices of a call, and how many samples each device gets.
+
+The second sequence is empty if nothing is split.
+"""
 
 
 class Scattered(Sequence[Any]):
-    """A sequence with one entry for each device. As an input, it is not split any further.
+    """A sequence with one entry for each device, such as a ``PerDevice``.
+
+    If a ``Scattered`` is an argument of a call, it is not split. Each device gets its entry.
 
     Attributes:
-        devices: the devices of the entries.
+        devices: the device of each entry.
         chunk_sizes: how many samples each entry has; None if the batch was not split.
     """
 
@@ -37,21 +42,27 @@ class Scattered(Sequence[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arguments of a call for the whole batch, and how they are split.
+    """The arguments of a call for the whole batch, with options that say how to split them.
 
     Tensors whose size along ``dim`` is the batch size are split, and so are the inputs named in
     ``split``. 0-dim tensors, and tensors named in ``broadcast``, are copied whole to each device.
-    Each device gets its own containers; anything else is passed unchanged.
+    Containers, such as lists and dictionaries, are rebuilt for each device. Any other value is
+    passed unchanged.
+
+    Inputs are named by dotted paths: ``"batch.mask"`` is the entry ``mask`` of the argument
+    ``batch``.
 
     Args:
-        function: the function to call on each device; its parameters name the arguments.
+        function: the function that each device calls. A positional argument has the name of its
+            parameter in this function.
         args: the positional arguments.
         kwargs: the keyword arguments.
         dim: the batch dimension.
         broadcast: dotted paths of tensors, or of containers of tensors, that are not split.
         split: dotted paths of sequences (lists, tuples, arrays) and tensors with one or more
-            entries for each sample, with the entries of one sample next to each other.
-        warned: paths of inputs about which a warning was issued, which is not repeated.
+            entries for each sample. The entries of one sample are next to each other.
+        warned: dotted paths of inputs about which a warning has been issued. No further warning
+            about these inputs is issued.
     """
 
     function: Callable[..., Any]
@@ -65,15 +76,18 @@ class Inputs:
     def batch_size(self) -> int | None:
         """Return the number of samples of the whole batch, or None if nothing is split.
 
-        It is the size along ``dim`` of the first tensor to split. If no tensor is split, it is that
-        of the first ``Scattered``, or else the length of the first sequence named in ``split``.
+        The number is the size along ``dim`` of the first tensor that is split. Tensors named in
+        ``split`` are used only if no other tensor is split. If no tensor is split at all, the
+        number is that of the samples in the first ``Scattered``. If there is no ``Scattered``
+        either, the number is the length of the first sequence named in ``split``.
 
         Raises:
-            ScatterError: the tensor has no dimension ``dim``.
+            ScatterError: the first tensor that is split has no dimension ``dim``, or an input has a
+                type that cannot be split.
 
         Warns:
-            BalanceWarning: there are lists or arrays, but nothing is split; or only the tensors in
-                a list are split, although the list may have one entry for each sample.
+            BalanceWarning: the inputs contain lists or arrays, but nothing is split; or only the
+                tensors in a list are split, although the list may have one entry for each sample.
         """
         named = self._named()
         found = list(self._all_to_split(named))
@@ -94,24 +108,24 @@ class Inputs:
     def scatter(
         self, devices: Sequence[torch.device], chunk_sizes: Sequence[int]
     ) -> list[Arguments]:
-        """Return the arguments for each device. Differentiable.
+        """Return the positional and keyword arguments for each device. Differentiable.
 
-        A tensor is copied from its device directly to each destination. A chunk for the device that
-        the tensor is on is a copy, too, unless it is the whole tensor.
+        A tensor is copied from its device directly to each of ``devices``. A chunk for the device
+        that holds the tensor is a copy, too, unless this chunk is the whole tensor.
 
         Args:
-            devices: the destinations.
+            devices: the devices to which the arguments are sent.
             chunk_sizes: the number of samples for each device. If empty, nothing is split, and
-                every tensor is copied whole to each device.
+                every tensor is sent whole to each device.
 
         Raises:
             ScatterError: the size of a tensor along ``dim`` is not the batch size, or the length of
                 an input named in ``split`` is not a multiple of the batch size.
 
         Warns:
-            BalanceWarning: a sequence that is not split is as long as the batch, so it may have one
-                entry for each sample; or an object that is not a container has tensors as
-                attributes.
+            BalanceWarning: a sequence is not split, although it is as long as the batch and may
+                have one entry for each sample; or an object that is not a container has tensors as
+                attributes, which are not split.
         """
         rows, count = self._rows(self._named(), (devices, chunk_sizes)), len(self.args)
         return [(tuple(r[:count]), dict(zip(self.kwargs, r[count:], strict=True))) for r in rows]
@@ -131,9 +145,10 @@ class Inputs:
                 yield from self._all_to_split(nested.checked_items(value, path, ScatterError) or ())
 
     def _first(self, found: Named) -> tuple[str, Any]:
-        """Return the path and value that determine the batch size: a tensor, if there is one.
+        """Return the dotted path and the value of the input that determines the batch size.
 
-        Among tensors, those named in ``split`` come last: they may have several rows per sample.
+        This is the first tensor, if there is one. A tensor named in ``split`` is used only if there
+        is no other tensor, because it may have several rows for each sample.
         """
 
         def rank(one: tuple[str, Any]) -> tuple[bool, bool]:
@@ -142,12 +157,12 @@ class Inputs:
         return min(found, key=rank, default=("", None))
 
     def _rows(self, inputs: Named, split: Split) -> list[list[Any]]:
-        """Return the values for each device."""
+        """Return a list for each device, with that device's part of each input."""
         columns = [self._parts(value, path, split) for path, value in inputs]
         return [[column[i] for column in columns] for i in range(len(split[0]))]
 
     def _parts(self, value: Any, path: str, split: Split) -> list[Any]:
-        """Return the value for each device."""
+        """Return the part of an input that each device gets: a chunk of it, or the whole."""
         devices, sizes = split
         if isinstance(value, torch.Tensor):
             return self._chunks(value, path, split)
@@ -179,23 +194,33 @@ class Inputs:
         return [nested.rebuild(value, row) for row in rows]
 
     def _lengths(self, length: int, path: str, sizes: Sequence[int]) -> list[int]:
-        """Return how many entries each device gets. They add up to ``length`` if it is valid."""
+        """Return how many entries of an input each device gets.
+
+        These numbers add up to ``length`` only if ``length`` is valid: the batch size or, for an
+        input named in ``split``, a multiple of the batch size.
+
+        Args:
+            length: the number of entries of the input.
+            path: the dotted path of the input.
+            sizes: how many samples each device gets.
+        """
         is_named = path in self.split and 0 < sum(sizes) < length
         per_sample = length // sum(sizes) if is_named else 1
         return [per_sample * size for size in sizes]
 
     def _entries(self, value: Any, path: str) -> int:
-        """Return the number of entries of a value that is named in ``split``."""
+        """Return the number of entries of an input that is named in ``split``."""
         if (length := _length(value)) is None:
             fact = f"is in split, but {type(value).__name__} is no list, tuple or array"
             raise _error(path, fact)
         return length
 
     def _chunks(self, tensor: torch.Tensor, path: str, split: Split) -> list[torch.Tensor]:
-        """Return the chunk of a tensor for each device."""
+        """Return the part of a tensor that each device gets: its chunk, or the whole tensor."""
         devices, sizes = split
         if not sizes or tensor.dim() == 0 or _is_below(path, self.broadcast):
-            # Replicas on one device get copies, or in-place writes would happen once per replica.
+            # If several replicas run on one device, all but the first get copies. Otherwise, each
+            # of them would write in place to the same tensor.
             return [move(tensor, d, copy=d in devices[:i]) for i, d in enumerate(devices)]
         lengths = self._lengths(length := self._size(tensor, path), path, sizes)
         if length != sum(lengths):
@@ -212,8 +237,9 @@ class Inputs:
             raise _error(path, "is a sparse or nested tensor, which is not split; pass a dense one")
         if len(sizes) == 1:
             return [move(tensor, devices[0])]
-        # Chunks are copies. A view would keep the whole batch on its device while autograd needs
-        # the view, and an in-place operation on one would change the version of all.
+        # Chunks are copies, not views. A view would keep the whole batch on its device while
+        # autograd needs the view, and an in-place operation on one view would change the version
+        # of all views.
         parts = zip(tensor.split(lengths, self.dim), devices, strict=True)
         return [move(part, device, copy=True) for part, device in parts]
 
@@ -243,7 +269,7 @@ class Inputs:
 
 
 def _sequences(inputs: Named) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost lists, tuples and arrays of more than one entry."""
+    """Yield the path and value of the outermost lists, tuples and arrays of several entries."""
     for path, value in inputs:
         if _length(value) not in (None, 0, 1):
             yield path, value
@@ -259,7 +285,7 @@ def _length(value: Any) -> int | None:
 
 
 def _are_alike(value: Any) -> bool:
-    """Return whether a value is a list whose items are of one type and rank."""
+    """Return whether a value is a list whose items all have the same type and rank."""
     is_list = isinstance(value, list)
     return is_list and len({(type(item), getattr(item, "ndim", 0)) for item in value}) == 1
 
@@ -269,12 +295,15 @@ def _error(path: str, message: str) -> ScatterError:
 
 
 def _is_below(path: str, others: Iterable[str]) -> bool:
-    """Return whether a path equals one of the other paths, or is below one of them."""
+    """Return whether a dotted path is one of ``others``, or begins with one, as a.b does with a."""
     return any(f"{path}.".startswith(f"{other}.") for other in others)
 
 
 def move(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
-    """Return the tensor on ``device``; a new tensor if ``copy`` is set. Differentiable."""
+    """Return ``tensor`` on ``device``. Differentiable.
+
+    If ``copy`` is True, the result is a new tensor even if ``tensor`` is on ``device``.
+    """
     if not is_cuda(device) or tensor.device.type != "cpu":
         # A copy to the CPU must block, or it could be read before it is complete.
         return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)

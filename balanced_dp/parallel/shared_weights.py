@@ -19,27 +19,31 @@ _CHANGED = (
 
 
 class ParameterCopies:
-    """Copies of parameters on other devices, made for each call, or once for a block of calls."""
+    """Makes copies of parameters on other devices: for each call, or once for several calls.
+
+    The calls inside a ``with`` block of ``shared`` use the same copies.
+    """
 
     def __init__(self) -> None:
         self._block: _Block | None = None
         self._lock = threading.Lock()
-        """Held while a block begins, and while copies are made for all calls of a block."""
+        """A lock to hold while a block of ``shared`` begins, or a call inside it gets copies."""
 
     def on(
         self, devices: Iterable[torch.device], parameters: list[torch.Tensor]
     ) -> tuple[Copies, Arrivals]:
-        """Return the parameters on each device, and the events of their arrival.
+        """Return copies of the parameters on each device, and the events that mark their ends.
 
-        On its own device, a parameter is returned itself, without a copy.
+        For the device that a parameter is on, the parameter itself is returned. Inside ``shared``,
+        there are no events, because the current streams wait for the copies.
 
         Args:
             devices: the destinations; a device may repeat.
-            parameters: the parameters, none twice.
+            parameters: the parameters, each given once.
 
         Raises:
-            RuntimeError: inside ``shared``, a trained parameter was changed, or a parameter was
-                replaced, frozen or unfrozen.
+            RuntimeError: inside ``shared``, a parameter that requires grad was changed, or any
+                parameter was replaced, frozen or unfrozen.
         """
         result = dict.fromkeys(devices, parameters)
         homes = {parameter.device for parameter in parameters}
@@ -54,10 +58,11 @@ class ParameterCopies:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Context manager in which all calls use the same copies.
+        """Context manager inside which all calls use the same copies of the parameters.
 
-        Blocks may be nested. If several threads are in blocks at once, all of them use the copies
-        of the block that began first.
+        The ``with`` blocks of this context manager may be nested. If several threads are inside
+        such blocks at the same time, all of them use the copies of the block that began first,
+        until this block ends.
         """
         with self._lock:
             is_outermost = self._block is None
@@ -70,21 +75,28 @@ class ParameterCopies:
 
 
 class _Block:
-    """The copies that all calls inside ``ParameterCopies.shared`` use."""
+    """The copies of parameters that all calls inside a block of ``ParameterCopies.shared`` use."""
 
     def __init__(self) -> None:
         self._copies: Copies = {}
         self._streams: dict[torch.device, torch.Stream] = {}
-        """The streams on which the copies were made."""
+        """For each device, the stream on which the copies on this device were made."""
         self._versions: dict[torch.Tensor, int | None] = {}
-        """The parameters of the first call, and the versions of the trained ones."""
+        """The parameters of the first call, each with its version counter if it requires grad."""
 
     def on(self, devices: Sequence[torch.device], parameters: Sequence[torch.Tensor]) -> Copies:
-        """Return the copies on each device, which are differentiable for calls with gradients.
+        """Return the copies of ``parameters`` on each device.
+
+        The copies are differentiable even if the first call is made without gradients, since later
+        calls may need gradients.
 
         Args:
-            devices: the destinations, none twice.
+            devices: the destinations, each given once.
             parameters: the originals.
+
+        Raises:
+            RuntimeError: a parameter that requires grad was changed since the first call in the
+                block, or any parameter was replaced, frozen or unfrozen.
         """
         versions = {
             # Writes to frozen parameters are allowed, since forward itself may write to them: see
@@ -97,8 +109,8 @@ class _Block:
             raise RuntimeError(_CHANGED)
         missing = [device for device in devices if device not in self._copies]
         self._copies |= _copied(missing, parameters, has_gradients=True)
-        # The current streams wait until the copies are made. The memory of the copies stays until
-        # these streams have used it.
+        # The current streams wait until the copies are made. The memory of the copies is not reused
+        # until these streams have used it.
         for device in filter(is_cuda, devices):
             stream = torch.get_device_module(device).current_stream(device)
             made_on = self._streams.setdefault(device, stream)
@@ -115,8 +127,16 @@ def _copied(
     has_gradients: bool,
     arrivals: Arrivals | None = None,
 ) -> Copies:
-    """Return copies on each device, as ``copy_to`` does, with the attributes of the originals."""
-    # Tensors made in inference mode could not be used by calls outside of it.
+    """Return copies of the parameters on each device, with the attributes of the originals.
+
+    Args:
+        devices: the destinations, each given once.
+        parameters: the originals.
+        has_gradients: whether the copies are differentiable.
+        arrivals: the object that gets the events that mark the end of each copy. If None, the
+            current streams wait for all copies.
+    """
+    # Calls outside of inference mode could not use tensors that were made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         copies = copy_to(devices, parameters, arrivals)
         for own in copies.values():
@@ -128,9 +148,10 @@ def _copied(
 
 
 def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Set attributes of the originals on the copies that lack them.
+    """Copy the Python attributes of each original tensor to its copy, unless the copy has them.
 
-    Copies of parameters are marked as parameters for ``isinstance``.
+    The copy of an ``nn.Parameter`` is marked, so that ``isinstance`` takes it for an
+    ``nn.Parameter``.
     """
     for original, copy in zip(originals, copies, strict=True):
         if copy is not original:

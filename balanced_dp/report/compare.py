@@ -16,24 +16,27 @@ METRICS: dict[str, Callable[[Report], float]] = {
     "max_batch": lambda report: report.largest_batch(report.best).batch_size,
     "speed": lambda report: speed(report.best, report),
 }
-"""The metrics of a report's best option.
+"""The functions that compute the metrics of a report's best option, by name of the metric.
 
-They are the highest peak of all devices in bytes, the largest batch that fits, and the speed in
-samples per second (on emulated devices, the even chunk divided by the largest chunk).
+- ``peak``: the highest peak of any device, in bytes.
+- ``max_batch``: the largest batch that fits.
+- ``speed``: the number of samples per second. On emulated devices, the most samples on any device
+  with the even split, divided by the most samples on any device with the option.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Hold one metric of two reports.
+    """Hold the values of one metric in two reports.
 
     Attributes:
-        metric: one of ``METRICS``.
-        before: the value of the first report.
-        after: the value of the second report.
-        worsened: how much worse the second is, as a fraction of the first; negative if better.
-        limit: how much worse it may be, or None without a limit.
-        failed: whether it is worse by more than the limit.
+        metric: the name of the metric, which is a key of ``METRICS``.
+        before: the value in the first report.
+        after: the value in the second report.
+        worsened: how much worse ``after`` is than ``before``, as a fraction of ``before``. It is
+            negative if ``after`` is better.
+        limit: the largest allowed value of ``worsened``; None means no limit.
+        failed: whether ``worsened`` is above ``limit``.
     """
 
     metric: str
@@ -50,13 +53,17 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
     Args:
         before: the first report.
         after: the second report.
-        limits: how much worse each metric may be, in percent, such as ``"peak:5%,speed:10%"``.
+        limits: how much worse a metric may be in ``after`` than in ``before``, in percent, such as
+            ``"peak:5%,speed:10%"``. Metrics that are not named have no limit.
+
+    Returns:
+        A comparison for each metric. The reports of scripts are not compared in ``max_batch``.
 
     Raises:
         ArgumentError: If the limits are malformed, or the reports differ in workload, batch size,
             number of devices, precision or kind of devices.
     """
-    # A script chooses its own batches, so the largest one says nothing about memory.
+    # A script chooses its own batches, so its largest batch says nothing about memory.
     metrics = {n: f for n, f in METRICS.items() if n != "max_batch" or not after.is_script}
     allowed = {}
     for part in filter(None, limits.split(",")):
@@ -82,7 +89,7 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
 
 
 def comparison_table(before: Report, after: Report, compared: Iterable[Comparison]) -> TextTable:
-    """Return the comparison as a table."""
+    """Return a table with a row for each metric in ``compared``."""
     rows = []
     for one in compared:
         as_text = format_bytes if one.metric == "peak" else "{:.2f}".format

@@ -13,11 +13,11 @@ from .tables import answer, provenance_table, title
 
 
 def report_html(report: Report) -> str:
-    """Return a self-contained page with text, tables and plots of a report."""
+    """Return a report as a self-contained HTML page, with text, tables and plots."""
     from .plots import report_plots  # matplotlib is slow to import
 
     drawings = {
-        # Ids get a prefix that makes them unique in the page. Matplotlib has escaped its text.
+        # Ids get a prefix that makes them unique in the page. Matplotlib has escaped the text.
         heading: Markup(re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"plot-{index}-", svg))
         for index, (heading, svg) in enumerate(report_plots(report).items())
     }
@@ -25,7 +25,7 @@ def report_html(report: Report) -> str:
 
 
 def report_markdown(report: Report) -> str:
-    """Return the answer of a report as Markdown."""
+    """Return the text and the tables of a report as Markdown, without plots."""
     return _rendered("page.md", report)
 
 
@@ -45,7 +45,10 @@ def _rendered(template: str, report: Report, **others: Any) -> str:
 
 
 def _escaped(text: str) -> Markup:
-    """Escape text so that Markdown shows it unchanged, in one line; leave safe markup as it is."""
+    """Escape ``text`` so that Markdown shows it unchanged, in one line.
+
+    An instance of ``Markup`` is returned as it is.
+    """
     if isinstance(text, Markup):
         return text
     return Markup(re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text).replace("\n", " "))

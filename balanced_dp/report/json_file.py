@@ -15,17 +15,24 @@ _REPORT = TypeAdapter(Report)
 
 
 def report_json(report: Report) -> str:
-    """Return the report as JSON, with memory in bytes, and values of devices in device order."""
+    """Return the report as JSON text.
+
+    Amounts of memory are in bytes. A list of values for the devices is in the order of the devices.
+    """
     return _REPORT.dump_json(report, indent=2).decode() + "\n"
 
 
 def save_report(report: Report, path: str | Path) -> None:
-    """Write the report as JSON."""
+    """Write the report to the file ``path`` as JSON.
+
+    Raises:
+        ArgumentError: If the file cannot be written.
+    """
     write_text(Path(path), report_json(report))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file.
+    """Write ``text`` to the file ``path``.
 
     Raises:
         ArgumentError: If the file cannot be written.
@@ -37,10 +44,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def load_report(path: str | Path) -> Report:
-    """Return the report of a file that ``save_report`` or a command has written.
+    """Return the report in a JSON file that ``save_report`` or a command has written.
 
     Raises:
-        ReportError: If the file cannot be read, is truncated, or is of another kind or version.
+        ReportError: If the file cannot be read or is truncated, or if it is not a report, or is a
+            report of another version.
     """
     try:
         record = _printable(json.loads(Path(path).read_text(encoding="utf-8")))
@@ -67,7 +75,10 @@ def load_report(path: str | Path) -> Report:
 
 
 def _printable(value: Any) -> Any:
-    """Return JSON without control characters, which a terminal could interpret."""
+    """Return parsed JSON in which U+FFFD replaces the control characters of strings.
+
+    Otherwise a terminal could interpret these characters.
+    """
     if isinstance(value, str):
         return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in value)
     if isinstance(value, dict):

@@ -16,8 +16,8 @@ from ..search import utilizations
 from ..tuning.report import Report
 from .tables import candidates, largest_uses, speed, speed_name
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart; the brighter ones are
-# darker here, so that all have a contrast of 3 to 1 on white and on the page's dark ground.
+# Okabe and Ito's colours, which most colour-blind people can tell apart. The brighter colours are
+# made darker here, so that all have a contrast of 3 to 1 on white and on the page's dark ground.
 FIRST, SECOND, THIRD, OTHER = "#d55e00", "#0072b2", "#009e73", "#7f7f7f"
 USES = {
     "parameter": FIRST,
@@ -28,17 +28,23 @@ USES = {
     "activation": "#bd7e00",
     "gathered output": "#2f8fc8",
 }
-"""The colour of each use, the same in all reports. Uses that are not listed have ``OTHER``."""
+"""The colour of each use of memory, which is the same in all reports.
+
+A use that is not listed has the colour ``OTHER``.
+"""
 
 _PAGE = (4.8, 4.2), 11.5
-"""The size of a plot in inches, and of its text in points.
+"""The width and height of a plot in inches, and the size of its text in points.
 
 On a phone, a plot is 360 pixels wide, which is 1.04 pixels for each point.
 """
 
 
 def report_plots(report: Report) -> dict[str, str]:
-    """Return the plots of a report by heading; black parts get the colour of the page's text."""
+    """Return the plots of a report as SVG, by the heading of the plot.
+
+    Black parts of the plots get the colour of the page's text.
+    """
 
     def drawn(draw: Callable[[Axes, Report], None]) -> str:
         return svg(lambda f: draw(f.subplots(), report), *_PAGE).replace("#000000", "currentColor")
@@ -50,7 +56,7 @@ def report_plots(report: Report) -> dict[str, str]:
 
 
 def draw_peaks(axes: Axes, report: Report) -> None:
-    """Draw the utilization of device 0 and of the others, and the speed, over ``gpu0_bsz``."""
+    """Plot how full device 0 and the fullest other device are, and the speed, over ``gpu0_bsz``."""
     ran = [option for option in candidates(report) if not option.out_of_memory]
     values = [option.chunk_sizes[0] for option in ran]
     full = [utilizations(option.peak_bytes, report.budgets) for option in ran]
@@ -75,7 +81,12 @@ def draw_peaks(axes: Axes, report: Report) -> None:
 
 
 def draw_uses(axes: Axes, report: Report) -> None:
-    """Draw the breakdown of each device's peak, for the best option and for another option."""
+    """Draw what fills each device at its peak, for the best option and for another option.
+
+    The other option has the batch size of the best option. It is the even split or, if the even
+    split is the best option or ran out of memory, the next option in the ranking. If there is no
+    such option, only the best option is drawn.
+    """
     best, even = report.best, report.even
     ran = {even.line: even} if even is not None and not even.out_of_memory else {}
     ran |= {f"option {number}": o for number, o in enumerate(report.ranked_options, 1)}
@@ -95,7 +106,17 @@ def draw_uses(axes: Axes, report: Report) -> None:
 def stacked_bars(
     axes: Axes, x: Sequence[float], bars: Sequence[dict[str, int]], width: float, scale: float
 ) -> None:
-    """Draw bytes by use in units of ``scale``, without uses that are too small to see."""
+    """Draw a stacked bar for each element of ``bars``, with a part for each use of memory.
+
+    Uses that are too small to see are left out.
+
+    Args:
+        axes: the axes to draw on.
+        x: the position of each bar.
+        bars: for each bar, the bytes of each use.
+        width: the width of a bar.
+        scale: the number of bytes in a unit of the y axis.
+    """
     bottom = [0.0] * len(bars)
     for name in largest_uses(bars, 0.005 * max(sum(uses.values()) for uses in bars)):
         heights = [uses.get(name, 0) / scale for uses in bars]
@@ -106,7 +127,13 @@ def stacked_bars(
 def svg(
     draw: Callable[[Figure], None], size: tuple[float, float] = (6.4, 4.8), font_size: float = 10
 ) -> str:
-    """Return a figure in the reports' style as SVG; size is in inches."""
+    """Return a figure in the style of the reports, as SVG.
+
+    Args:
+        draw: a function that draws on an empty figure.
+        size: the width and the height of the figure in inches.
+        font_size: the size of the text in points.
+    """
     style = Path(__file__).with_name("report.mplstyle")
     with mpl.rc_context({"font.size": font_size}, style):
         figure = Figure(figsize=size, layout="constrained")

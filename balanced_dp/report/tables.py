@@ -1,4 +1,4 @@
-"""Compose the answer of a report, its text and tables, for the terminal, Markdown and HTML."""
+"""Turn a report into sentences, code and tables, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from ..tuning.report import Report, bottleneck
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Hold a table of text; ``marked`` is the index of the highlighted row, or None."""
+    """Hold a table whose cells are text.
+
+    Attributes:
+        title: the heading of the table.
+        headers: the headers of the columns.
+        rows: the cells of each row.
+        marked: the index of the row that is highlighted, or None.
+        caption: the text below the table.
+    """
 
     title: str
     headers: Sequence[str]
@@ -27,20 +35,20 @@ class TextTable:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Hold lines to paste."""
+    """Hold lines of code to paste into a training script."""
 
     text: str
 
 
 Part: TypeAlias = str | Code | TextTable
-"""A sentence, lines to paste, or a table."""
+"""A part of the text of a report: sentences, lines of code, or a table."""
 
 _FIRST = {"speed": "fastest first", "headroom": "least full first", "batch": "largest batch first"}
-"""The order of options by the goal of a report."""
+"""A description of the order in which options are listed, by the goal of the report."""
 
 
 def answer(report: Report) -> Iterator[Part]:
-    """Yield the parts of the answer: sentences, lines to paste, and tables."""
+    """Yield the parts of the text of a report: sentences, lines of code, and tables."""
     yield verdict(report)
     yield from report.notes
     if report.ranked_options:
@@ -58,7 +66,7 @@ def title(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Return whether the batch fits with the even split, and the peak of the best option."""
+    """Return sentences that say which batch fits, and how full the fullest device is."""
     best, even = report.best, report.even
     if not report.ranked_options:
         text = report.what_lacks()
@@ -80,7 +88,7 @@ def verdict(report: Report) -> str:
 
 
 def _fullest(option: Option, report: Report) -> str:
-    """Return which device is the fullest, and how full."""
+    """Return a clause that says which device is the fullest with ``option``, and how full."""
     if option.out_of_memory:
         return f"device {option.ran_out} runs out of memory"
     index, held = bottleneck(option, report.budgets)
@@ -89,7 +97,7 @@ def _fullest(option: Option, report: Report) -> str:
 
 
 def option_table(report: Report) -> TextTable:
-    """Return the ranked options, best first; there is at least one."""
+    """Return a table of the ranked options, the best first. There must be at least one option."""
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
         index, held = bottleneck(option, report.budgets)
@@ -115,7 +123,7 @@ def option_table(report: Report) -> TextTable:
 
 
 def lines(report: Report) -> str:
-    """Return the lines that each option needs in a training script."""
+    """Return the lines of code that a training script needs for each of the ranked options."""
     texts = [f"# {place}" for place in report.wrapped_at]
     names = "BalancedCriterion, BalancedDataParallel"
     texts += [f"from balanced_dp import {names}"] * (not report.is_script)
@@ -129,13 +137,13 @@ def lines(report: Report) -> str:
         if report.wrapped_at and option.features:
             texts.append("from balanced_dp import BalancedDataParallel")
         texts += report.assignments(option)
-        if not option.gather and not report.is_script:  # else the script has one
+        if not option.gather and not report.is_script:  # a script with gather=False has one
             texts.append("criterion = BalancedCriterion(criterion)")
     return "\n".join(texts)
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the sentences that explain the options."""
+    """Yield sentences about how to use the options, and about what was not measured."""
     largest = max(option.batch_size for option in report.options)
     fits = any(o.fits(report.budgets) for o in report.options if o.batch_size == largest)
     if fits and largest > report.batch_size:
@@ -154,11 +162,14 @@ def summary(report: Report) -> Iterator[str]:
         yield f"Not measured: {' and '.join(others)}. Change the script and run it again."
 
 
-# What was measured.
+# Tables of what was measured.
 
 
 def short_split(chunk_sizes: Sequence[int]) -> str:
-    """Return the chunk sizes as text, in a short form if there are many devices."""
+    """Return the chunk sizes as text, such as ``"5 9 9 9"``.
+
+    If the text is long, equal neighbours are joined, as in ``"2, 7x10"``.
+    """
     text = " ".join(map(str, chunk_sizes))
     if len(text) <= 14:
         return text
@@ -167,7 +178,7 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
 
 
 def device_table(report: Report) -> TextTable:
-    """Return the breakdown of each device with the best option, next to the even split."""
+    """Return a table of what each device holds with the best option, and with the even split."""
     best, even = report.best, report.even_like(report.best)
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
     devices = "accelerators" if report.mode == "real" else "emulated devices"
@@ -182,13 +193,15 @@ def device_table(report: Report) -> TextTable:
 def use_table(
     option: Option, budgets: Sequence[int] | None, even: Option | None = None, caption: str = ""
 ) -> TextTable:
-    """Return each device's breakdown at its peak; equal adjacent devices share a column.
+    """Return a table of what each device holds at its peak, by use of memory.
+
+    Adjacent devices with equal values share a column.
 
     Args:
-        option: the option shown.
-        budgets: the bytes of each device that may be used, or None if they do not matter.
-        even: the even split to compare with. It is not shown if it ran out of memory or equals
-            the split of ``option``.
+        option: the option whose memory is shown.
+        budgets: the bytes that each device may hold. None means not to show how full devices are.
+        even: the option with the even split, to show its peaks, too. They are not shown if it ran
+            out of memory or its split is that of ``option``.
         caption: the text below the table.
     """
     scale, unit = byte_scale(max(option.peak_bytes))
@@ -215,7 +228,12 @@ def use_table(
 
 
 def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) -> list[str]:
-    """Return the uses with at least ``least_bytes`` in any breakdown, the largest first."""
+    """Return the uses of memory with at least ``least_bytes`` in any breakdown, the largest first.
+
+    Args:
+        breakdowns: mappings from the use of memory, such as ``"activation"``, to bytes.
+        least_bytes: the bytes that a use must have in at least one of the breakdowns.
+    """
     largest = Counter[str]()
     for sizes in breakdowns:
         largest |= Counter(sizes)
@@ -223,14 +241,18 @@ def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) ->
 
 
 def candidates(report: Report) -> list[Option]:
-    """Return the options for the batch that differ from the best one only in ``gpu0_bsz``."""
+    """Return the options with the best option's ``gather`` and ``spread``, sorted by chunk sizes.
+
+    Only options for ``report.batch_size`` samples and without ``device_weights`` are returned. So
+    they differ only in ``gpu0_bsz``.
+    """
     same = (o for o in report.options if o.kind == report.best.kind and not o.device_weights)
     of_batch = (option for option in same if option.batch_size == report.batch_size)
     return sorted(of_batch, key=lambda option: option.chunk_sizes)
 
 
 def candidate_table(report: Report) -> TextTable:
-    """Return the table of measured values of ``gpu0_bsz``."""
+    """Return a table of the measured values of ``gpu0_bsz``, with their peaks and their speed."""
     best, found = report.best, candidates(report)
     scale, unit = byte_scale(max((max(option.peak_bytes) for option in found), default=1))
     rows = []
@@ -250,17 +272,21 @@ def candidate_table(report: Report) -> TextTable:
 
 
 def speed(option: Option, report: Report) -> float:
-    """Return samples per second; on emulated devices, the even chunk divided by the largest."""
+    """Return the speed of an option in samples per second.
+
+    On emulated devices, return ``Option.speed`` instead: the most samples on any device with the
+    even split, divided by the most samples on any device with the option.
+    """
     return option.samples_per_s if report.mode == "real" else option.speed
 
 
 def speed_name(report: Report) -> str:
-    """Return the name of what ``speed`` returns."""
+    """Return the name of the quantity that ``speed`` returns for the options of a report."""
     return "samples/s" if report.mode == "real" else "speed"
 
 
 def provenance_table(report: Report) -> TextTable:
-    """Return the table of the provenance of the figures."""
+    """Return a table that says when, where and how the measurements of a report were made."""
     provenance = report.provenance
     rows = {
         "created": provenance.created,

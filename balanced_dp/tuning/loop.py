@@ -1,4 +1,4 @@
-"""Observe a user's training loop, and split its batches as a search asks."""
+"""Measure the iterations of a user's training loop, and search for the best split."""
 
 from __future__ import annotations
 
@@ -26,38 +26,45 @@ from ..split import split_batch
 from .options import Option, arguments_of
 
 _MANY = 10
-"""Beyond this many steps of the first optimizer, an iteration waits for no others."""
+"""How many steps the first optimizer may take while an iteration waits for other optimizers.
+
+The iteration ends with the next step of the first optimizer. See ``Loop``.
+"""
 
 
 class StepsDone(SystemExit):
-    """Ends the script after the requested number of iterations, with exit code 0."""
+    """The exception that ends a script, with exit code 0, after ``Loop.num_steps`` iterations."""
 
 
 class Loop(AutoSplit):
-    """Measures the iterations of an unchanged training loop.
+    """Measures the iterations of a training loop, and splits the batches of its models.
 
-    It is the split policy of all models in the loop. An iteration begins with a forward pass with
-    gradients. It ends with a step of the first optimizer, which is the optimizer that stepped first
-    in the loop, but not before all optimizers of the previous iteration have stepped again. So an
-    iteration of a GAN may have several steps of its discriminator. The first iteration counts only
-    if no other iteration follows, because it begins without optimizer state. Models and optimizers
-    are referenced weakly. Once the first optimizer is deleted, another one takes its place.
+    The script that contains the loop needs no changes. An iteration begins with a forward pass in
+    which gradients are enabled. An iteration ends with a step of the first optimizer, which is the
+    optimizer that stepped first in the loop. If other optimizers stepped in the previous iteration,
+    the iteration does not end before all of them have stepped again. So an iteration of a GAN may
+    contain several steps of its discriminator. The first iteration of the loop counts only if no
+    other iteration follows, because it begins without optimizer state. Models and optimizers are
+    referenced weakly. If the first optimizer is deleted, the next optimizer that steps takes its
+    place.
 
     Args:
-        gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value. On
-            emulated devices the search begins with the even split. There, a value takes turns with
-            the even split, since the memory that a script holds may change while the script runs.
-            Turns have 2, 3, 4, ... iterations, so both splits meet whatever the script does in
-            every n-th iteration.
+        gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
+            the most samples that device 0 gets. On emulated devices, ``"auto"`` uses the even split
+            until that split is measured. On emulated devices, an integer takes turns with the even
+            split, because the memory that a script holds may change while the script runs. The
+            turns have 2, 3, 4, ... iterations. So if the script does something in every n-th
+            iteration, it happens with both splits.
         devices: the devices of the loop.
-        budgets: the bytes of each device that may be used, or None if they do not matter.
-        num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
-            None means never.
+        budgets: the number of bytes that may be used on each device; None means no limit.
+        num_steps: the number of iterations after which the next forward pass with gradients raises
+            ``StepsDone``; None means never.
 
     Attributes:
-        last: the measurement with the highest peak; None before the first measurement.
-        num_parameters: the number of trained parameters.
-        precision: the dtype of autocast as text, or None.
+        last: the measurement of the iteration with the highest peak; None before the first
+            measurement.
+        num_parameters: the number of elements of all parameters of the first optimizer.
+        precision: the dtype of autocast as text; None if autocast was not enabled.
     """
 
     def __init__(
@@ -77,24 +84,36 @@ class Loop(AutoSplit):
         self.precision: str | None = None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._steps: list[int] = []
-        """The optimizer of each step since the last iteration, by its identity."""
+        """The ``id`` of the optimizer of each step since the end of the previous iteration."""
         self._needed = set[int]()
-        """The optimizers of the last iteration."""
+        """The ``id`` of each optimizer that stepped in the previous iteration."""
         self._stepped = set[int]()
-        """All optimizers that have stepped since the first one did."""
+        """The ``id`` of each optimizer that has stepped in the loop so far.
+
+        An optimizer is added at the end of the iteration in which it first stepped. The first
+        optimizer is added at its first step. If another optimizer becomes the first one, the set
+        begins anew with it.
+        """
         self._begin_search()
 
     def __deepcopy__(self, memo: object) -> Loop:
-        """Return this object: copies of a model are part of the same loop."""
+        """Return this object itself, because a copy of a model is part of the same loop."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a ``SplitPolicy`` with the current value, for a model that is saved."""
+        """Pickle this object as a ``SplitPolicy`` with the current ``gpu0_bsz``.
+
+        So a model that is saved contains the ``SplitPolicy``, not the loop.
+        """
         return SplitPolicy, (self.gpu0_bsz, self.devices)
 
     def _begin_search(self) -> None:
         self._ranges: dict[tuple[Any, ...], tuple[int, int]] = {}
-        """The lowest and highest peak, by the split and by whether gradients accumulate."""
+        """The lowest and the highest peak of the iterations of each kind.
+
+        The key is the chunk sizes, and whether gradients were added to existing gradients. The peak
+        of an iteration is the highest peak of any device, in bytes.
+        """
         self.search = LoopSearch(
             self.budgets or [1] * len(self.devices),
             is_careful=not is_emulated(self.devices[0]),
@@ -103,26 +122,27 @@ class Loop(AutoSplit):
 
     @property
     def options(self) -> list[Option]:
-        """The measured options of the largest batch."""
+        """The measurement of each split that was tried with the largest batch so far."""
         return [option for _, option in self.search.highest.values()]
 
     @property
     def model(self) -> BalancedDataParallel[Any] | None:
-        """The last model of the script whose batches this object splits, while it exists."""
+        """The last model whose batches this object splits; None if no such model exists."""
         model = self._model()
         return model if model is not None and model._policy is self else None
 
     @property
     def is_over(self) -> bool:
-        """Whether the value is final."""
+        """Whether ``gpu0_bsz`` is final, because it was given or the search for it is over."""
         return self.wanted != "auto" or self.search.is_over
 
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
-        """Split the batches of a model.
+        """Let this object split the batches of ``model``, if ``model`` has the loop's devices.
 
-        The devices of the first model become those of the loop. A model on only some of these
-        devices, or on all of them in another order, splits evenly. A model on other devices, or
-        on devices that repeat, keeps its own split.
+        The devices of the first model, in its order, become the devices of the loop. A later model
+        on only some of the loop's devices, or on all of them in another order, splits its batches
+        evenly. A model is left unchanged if it is on a single device, or on a device that is not
+        the loop's, or on the same device twice.
         """
         if not 1 < len(model.devices) == len(set(self.devices).intersection(model.devices)):
             return
@@ -139,18 +159,18 @@ class Loop(AutoSplit):
             model._policy = SplitPolicy(None, model.devices)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk size of each device for a batch of the next call."""
+        """Return how many samples each device gets if the next call has ``batch_size`` samples."""
         emulates = is_emulated(self.devices[0])
         if self.wanted == "auto" and (not emulates or any(o.is_even for o in self.options)):
             return super().split(batch_size)
-        turn = (math.isqrt(8 * self.num_iterations + 9) - 3) // 2  # of 2, 3, 4 ... iterations
+        turn = (math.isqrt(8 * self.num_iterations + 9) - 3) // 2  # turns of 2, 3, 4 ... iterations
         is_even = emulates and turn % 2
         value = self.wanted if isinstance(self.wanted, int) and not is_even else batch_size
         return split_batch(batch_size, len(self.devices), value)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Observe the training loop that runs inside a ``with`` block."""
+        """Measure the training loop that runs inside a ``with`` block."""
         with register_module_forward_pre_hook(self._note_call):
             try:
                 yield
@@ -166,7 +186,11 @@ class Loop(AutoSplit):
                 self.precision = str(torch.get_autocast_dtype(self.devices[0].type))
 
     def begin(self) -> None:
-        """Begin an iteration unless one is under way."""
+        """Begin an iteration unless an iteration is under way.
+
+        Raises:
+            StepsDone: ``num_steps`` iterations have ended.
+        """
         if self._peaks is None:
             if self.num_steps is not None and self.num_iterations >= self.num_steps:
                 raise StepsDone
@@ -175,7 +199,10 @@ class Loop(AutoSplit):
             self._peaks = Peaks(self.devices)  # needed even when the search is over
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step; if it ends an iteration, record the iteration."""
+        """Record that ``optimizer`` has taken a step.
+
+        If the step ends an iteration, record the measurement of this iteration, too.
+        """
         if self._optimizer() is None:
             self._optimizer, self._needed = weakref.ref(optimizer), set()
             self._stepped = {id(optimizer)}
@@ -189,7 +216,8 @@ class Loop(AutoSplit):
         measured, self._peaks = self._measured(self._peaks), None
         is_settled = self._note_rule()
         if not self._needed <= self._stepped:
-            # A new optimizer had no state in this iteration and in those before: start again.
+            # An optimizer has stepped for the first time. Up to now it had no state, so the peaks
+            # that were measured do not include its state, and the search starts again.
             is_settled, self._stepped = False, self._stepped | self._needed
             self._begin_search()
         self.num_iterations += 1
@@ -204,10 +232,10 @@ class Loop(AutoSplit):
         self.last = measured
 
     def notes(self, *, has_failed: bool = False) -> Iterator[str]:
-        """Yield notes on unusual measurements.
+        """Yield sentences about anything unusual in the measurements, such as an early end.
 
         Args:
-            has_failed: whether an error has ended the loop.
+            has_failed: whether an error has ended the training loop.
         """
         num_taken, search = self.num_iterations, self.search.search
         if was_ended := self.num_steps is not None and num_taken >= self.num_steps:
@@ -244,12 +272,12 @@ class Loop(AutoSplit):
         return chain.from_iterable(group["params"] for group in groups)
 
     def _measured(self, peaks: Peaks) -> Option:
-        """Return the measurement of the current iteration so far."""
+        """Return the measurement of the current iteration from its beginning until now."""
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
         seconds = time.perf_counter() - self._started
         model = self.model
-        # The attributes that memory_breakdown reads, if the script wraps no model.
+        # If the script wraps no model, an object with the attributes that memory_breakdown reads.
         counted: Any = model or SimpleNamespace(
             devices=self.devices, parameters=self._parameters, buffers=tuple
         )

@@ -1,4 +1,4 @@
-"""Define the models of the built-in workloads, in plain PyTorch without devices."""
+"""Define the transformers that the built-in workloads train, without reference to devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output."""
+        """Return the output of the layer."""
         if self.causal:
             x = x + self._attend(self.norm1(x))
             x = x + self.feed_forward(self.norm2(x))
@@ -50,7 +50,9 @@ class Block(nn.Module):
 
 
 class TokenTransformer(nn.Module):
-    """Apply embeddings, layers, and a head that is tied to the token embeddings.
+    """Apply embeddings, transformer layers, and a linear head to token indices.
+
+    The head shares its weight with the token embeddings.
 
     Shape:
         - Input: token indices, ``(N, T)``.
@@ -70,7 +72,7 @@ class TokenTransformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        for embedding in (self.tokens, self.positions):  # the head shares those of the tokens
+        for embedding in (self.tokens, self.positions):  # the head shares the tokens' weight
             nn.init.normal_(embedding.weight, std=0.02)
         norm = () if causal else (nn.LayerNorm(width),)
         blocks = (Block(width, num_heads, causal, dropout) for _ in range(num_layers))
@@ -81,7 +83,7 @@ class TokenTransformer(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits at each position."""
+        """Return the logits of the vocabulary at each position."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.size(1)]
         logits: torch.Tensor = self.head(self.layers(x))
         return logits

@@ -1,4 +1,4 @@
-"""A measured way to train a batch, and the choice of the best one."""
+"""Define ``Option``, a measured way to train a batch, and rank the options that fit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from ..split import EQUAL, even_share, split_batch
 Goal = Literal["speed", "headroom", "batch"]
 """What makes an option the best.
 
-In the order above: the smallest largest chunk, the lowest utilization, or the largest batch.
+- ``"speed"``: its largest chunk (the most samples on any device) is the smallest.
+- ``"headroom"``: its fullest device is the least full.
+- ``"batch"``: its batch is the largest.
 """
 
 
 def arguments_of(split: Split) -> dict[str, Any]:
-    """Return the ``gpu0_bsz`` and ``device_weights`` that split a batch into these chunks."""
+    """Return the ``gpu0_bsz`` and ``device_weights`` that give the chunk sizes in ``split``."""
     batch_size, num_devices = sum(split), len(split)
     if split != split_batch(batch_size, num_devices, split[0]):
         return {"gpu0_bsz": None, "device_weights": split}
@@ -28,19 +30,26 @@ def arguments_of(split: Split) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A measured way to train a batch. Tuples are in the order of the devices.
+    """A way to train a batch, and the memory and time measured in a training step.
+
+    Each tuple has one entry for each device, in the order of the devices.
 
     Attributes:
-        gather: whether outputs are gathered; otherwise the loss is computed on each device.
-        spread: whether parameters are spread over all devices.
-        gpu0_bsz: maximum chunk size of device 0; None for no limit.
-        device_weights: the weight of each device, or None.
-        chunk_sizes: the chunk size of each device.
-        peak_bytes: the peak of allocated bytes of each device, up to the failure if memory ran out.
-        uses: bytes of each device at its peak, by use, as in ``memory_breakdown``.
-        seconds: wall time of the step, which means nothing on emulated devices.
-        out_of_memory: the message of the error if memory ran out, or None.
-        ran_out: the index of the device that ran out of memory, or None.
+        gather: whether outputs are gathered on one device. Otherwise each device computes the loss
+            of its own samples.
+        spread: whether parameters are spread over all devices. Otherwise device 0 holds all of
+            them.
+        gpu0_bsz: the most samples that device 0 gets; None means no limit.
+        device_weights: the numbers in proportion to which the batch is split; None if the batch is
+            split by ``gpu0_bsz``, or evenly.
+        chunk_sizes: the number of samples of each device.
+        peak_bytes: the maximum of the allocated bytes of each device during the step. If memory ran
+            out, the maximum up to the failure.
+        uses: for each device, the bytes of each use (such as ``"activation"``) at the device's
+            peak, as in ``memory_breakdown``. Each dictionary is empty if memory ran out.
+        seconds: the wall time of the step, which means nothing on emulated devices.
+        out_of_memory: the message of the out-of-memory error; None if memory did not run out.
+        ran_out: the index of the device that ran out of memory; None if memory did not run out.
     """
 
     gather: bool
@@ -61,12 +70,16 @@ class Option:
 
     @property
     def speed(self) -> float:
-        """The even chunk divided by the largest chunk, for which all devices wait; at most 1."""
+        """The relative speed: 1 for the even split, and less if a device gets more samples.
+
+        It is the largest chunk (the most samples on any device) of the even split, divided by the
+        largest chunk of this option. All devices wait for the device with the largest chunk.
+        """
         return even_share(self.batch_size, len(self.chunk_sizes)) / max(1, *self.chunk_sizes)
 
     @property
     def samples_per_s(self) -> float:
-        """The samples per second of wall time, 0 if memory ran out."""
+        """The number of samples per second of wall time; 0 if memory ran out."""
         return self.batch_size / self.seconds if self.seconds and not self.out_of_memory else 0.0
 
     @property
@@ -76,18 +89,21 @@ class Option:
 
     @property
     def features(self) -> set[str]:
-        """The features of this option that ``nn.DataParallel`` does not have."""
+        """The features of this option that ``nn.DataParallel`` lacks, such as ``"spread"``."""
         has = {"split": not self.is_even, "loss on each": not self.gather, "spread": self.spread}
         return {feature for feature, is_there in has.items() if is_there}
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """The arguments that a search does not change: ``gather`` and ``spread``."""
+        """``gather`` and ``spread``, which do not change during a search for the best split."""
         return self.gather, self.spread
 
     @property
     def arguments(self) -> str:
-        """The arguments of ``BalancedDataParallel`` after ``gpu0_bsz`` and the module."""
+        """The arguments of ``BalancedDataParallel`` after ``gpu0_bsz`` and the module, as code.
+
+        An example is ``", gather=False"``. The text is empty if there are no further arguments.
+        """
         weights = self.device_weights
         given = [] if weights is None else [f"device_weights={list(weights)}"]
         given += ["gather=False"] * (not self.gather) + ["spread=True"] * self.spread
@@ -95,25 +111,39 @@ class Option:
 
     @property
     def line(self) -> str:
-        """The expression that wraps ``model``."""
+        """The code that wraps ``model`` for this option, such as ``"nn.DataParallel(model)"``."""
         if not self.features:
             return "nn.DataParallel(model)"
         return f"BalancedDataParallel({self.gpu0_bsz}, model{self.arguments})"
 
     def utilization(self, budgets: Sequence[int]) -> float:
-        """Return the utilization of the bottleneck device."""
+        """Return how full the fullest device is: its peak as a fraction of its budget.
+
+        Args:
+            budgets: the bytes that each device may hold.
+        """
         return max(utilizations(self.peak_bytes, budgets))
 
     def fits(self, budgets: Sequence[int]) -> bool:
-        """Return whether the option ran and no device held more than its budget."""
+        """Return whether memory did not run out and no device held more than its budget.
+
+        Args:
+            budgets: the bytes that each device may hold.
+        """
         return self.out_of_memory is None and self.utilization(budgets) <= 1
 
 
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
-    """Return the option with the largest batch that fits, without features that ``option`` lacks.
+    """Return the option with the largest batch that fits and no features that ``option`` lacks.
 
-    ``gpu0_bsz`` may differ from that of ``option``. The even split is allowed, too, and so is
-    ``gpu0_bsz`` in place of weights.
+    The features are those of ``Option.features``. If ``option`` has an uneven split, the result may
+    have another ``gpu0_bsz`` or the even split. The result has ``device_weights`` only if
+    ``option`` has them.
+
+    Args:
+        option: the option that limits the features. It is returned if no other option qualifies.
+        options: the options to choose from.
+        budgets: the bytes that each device may hold.
     """
     others = (o for o in options if o.features <= option.features and o.fits(budgets))
     same = (o for o in others if o.device_weights is None or option.device_weights is not None)
@@ -123,12 +153,23 @@ def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[i
 def ranked(
     options: Sequence[Option], batch_size: int, budgets: Sequence[int], goal: Goal
 ) -> list[Option]:
-    """Return the options that fit, the best first.
+    """Return the options that fit in memory, the best first, without inferior options.
 
-    Of options that differ only in ``gpu0_bsz``, or only in the weights, the fastest and the least
-    full with ``batch_size`` samples are considered, or for the goal ``"batch"`` the one with the
-    largest batch. An option is left out if a better one has no additional features and is at
-    least as good in speed, utilization (to one percent) and largest batch.
+    The options that fit are divided into groups: options of a group differ only in ``gpu0_bsz``, or
+    only in ``device_weights``. From each group, two options with ``batch_size`` samples are
+    considered. One has the most samples on device 0; among values of ``gpu0_bsz``, it is the
+    fastest. The other is the least full. For the goal ``"batch"``, the option with the largest
+    batch is considered instead, and the even split has a group of its own.
+
+    Of the considered options, an option is left out if a better one has no additional features and
+    is at least as good in three respects: speed, utilization of the fullest device (compared to one
+    percent) and largest batch. For the goal ``"batch"``, utilization is not compared.
+
+    Args:
+        options: the measured options.
+        batch_size: the number of samples in the requested batch.
+        budgets: the bytes that each device may hold.
+        goal: what makes an option the best.
     """
     kinds: dict[tuple[bool, ...], list[Option]] = {}
     for option in options:
@@ -150,7 +191,8 @@ def ranked(
     def merits(option: Option) -> dict[Goal, float]:
         return {
             "speed": -round(option.speed, 2),
-            # Compared to one percent. At their largest batches, all options are full.
+            # Compared to one percent. For the goal "batch" it does not count, because each option
+            # is full at its largest batch.
             "headroom": round(math.log(option.utilization(budgets)), 2) * (goal != "batch"),
             "batch": -largest_batch(option, options, budgets).batch_size,
         }

@@ -1,4 +1,4 @@
-"""The report of all measurements, and the choices that outputs show, such as the best option."""
+"""Define ``Report``: the measured options of a workload or script, and which option is best."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from ..split import as_integer
 from .options import Goal, Option, largest_batch, ranked
 
 SCHEMA = 5
-"""The version of a report's fields."""
+"""The version of the fields of ``Report``, which a report's file contains."""
 
 _WRAPPER = re.compile(r"\b(?:\w+\.)*(Balanced)?DataParallel\((?(1)(?:gpu0_bsz=)?[\w.\"']+, )")
-"""In a line that wraps a model, the part that depends on the split."""
+"""Matches, in a line of code that wraps a model, the part that depends on the split.
+
+Examples of this part are ``nn.DataParallel(`` and ``BalancedDataParallel(4, ``.
+"""
 
 RESERVE = 2**30
-"""Bytes of each device to keep free by default, for CUDA's context and workspaces of libraries.
+"""Bytes of each device to keep free by default, for the CUDA context and libraries' workspaces.
 
 Measured on an H200: 821 MiB for the context and the libraries, 65 MiB for cuBLAS's workspaces.
 """
@@ -40,7 +43,11 @@ Mode = Literal["symbolic", "emulated", "real"]
 
 
 def mode_of(device: torch.device) -> Mode:
-    """Return how a device is measured: with shapes only, emulated with values, or real."""
+    """Return how ``device`` is measured, as a name.
+
+    ``"symbolic"`` is an emulated device that keeps shapes only, ``"emulated"`` an emulated device
+    that computes values, and ``"real"`` an accelerator.
+    """
     if is_symbolic(device):
         return "symbolic"
     return "emulated" if is_emulated(device) else "real"
@@ -48,12 +55,12 @@ def mode_of(device: torch.device) -> Mode:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Record when, where and how figures were obtained.
+    """Record when, where and how the measurements of a report were made.
 
     Attributes:
         created: the time in ISO 8601, UTC.
-        command: the command line.
-        versions: versions of Python and the relevant packages.
+        command: the command line of the process, or ``"a notebook"``.
+        versions: the versions of Python and of the relevant packages, by name.
         machine: the operating system, the number of CPUs, and the names of the devices.
     """
 
@@ -64,7 +71,7 @@ class Provenance:
 
     @classmethod
     def of(cls, devices: Sequence[torch.device] = ()) -> Provenance:
-        """Return the provenance of figures that this process obtains on devices."""
+        """Return the provenance of measurements that this process makes now on ``devices``."""
         names = (torch.get_device_module(device).get_device_name(device) for device in devices)
         versions = {name: _version(name) for name in ("balanced-dp", "torch", "nvidia-ml-py")}
         return cls(
@@ -96,28 +103,37 @@ def _version(package: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Combine all measured options with the workload and the goal of the measurements.
+    """All measurements of a workload or a script, and the choice of the best option.
+
+    A workload is a model with its batches, its loss and its optimizer. An option is a measured way
+    to train a batch: a split of the batch over the devices, with ``gather`` and ``spread`` as in
+    ``BalancedDataParallel``.
 
     Attributes:
-        schema: the version of these fields.
-        provenance: where and how the options were measured.
+        schema: the version of the fields of this class.
+        provenance: when, where and how the options were measured.
         workload: the name of the workload or the script.
-        mode: how devices were measured: emulated with shapes only (symbolic), emulated with values,
-            or real.
-        num_parameters: number of trained parameters.
-        precision: the dtype of autocast, or None.
-        batch_size: samples in the requested batch.
-        capacity_bytes: capacity of each device.
-        has_capacity: whether ``capacity_bytes`` are capacities of devices; otherwise each is the
-            highest peak of the even split, in whole MiB.
-        reserve_bytes: bytes of each capacity to keep free for contexts and workspaces, which the
-            peaks do not count.
-        goal: how options are ranked, as in ``tune``.
-        options: all measured options, in order.
-        failures: why an option could not be measured, by its arguments.
-        wrapped_at: where a script wraps its model, as file:line and the line itself.
-        is_trainer: whether a Trainer wraps the model.
-        notes: sentences about a script's run.
+        mode: how the devices were measured. ``"symbolic"`` means emulated with shapes only,
+            ``"emulated"`` means emulated with values, and ``"real"`` means accelerators.
+        num_parameters: the number of elements of all trained parameters. In the report of a script,
+            these are the parameters of its first optimizer.
+        precision: the dtype of autocast as text; None without autocast.
+        batch_size: the number of samples in the requested batch. In the report of a script, the
+            number of samples in its largest batch.
+        capacity_bytes: the capacity of each device.
+        has_capacity: whether ``capacity_bytes`` are capacities of devices. Otherwise no capacities
+            were given, and each entry is the highest peak of the even split, rounded up to whole
+            MiB.
+        reserve_bytes: the bytes of each device to keep free for CUDA's context and for workspaces
+            of libraries, which the measured peaks do not include.
+        goal: how the options are ranked: ``"speed"``, ``"headroom"`` or ``"batch"``, as in
+            ``tune``.
+        options: all measured options, in the order of measurement.
+        failures: for ``"gather=False"`` and ``"spread=True"``, why options with this argument could
+            not be measured. Empty if there was no failure.
+        wrapped_at: the lines of a script that wrap a model, each as ``file:line: source``.
+        is_trainer: whether a ``Trainer`` of transformers wraps the model of a script.
+        notes: sentences about the run of a script, such as that it was ended early.
     """
 
     schema: int = SCHEMA
@@ -147,16 +163,18 @@ class Report:
         goal: Goal | None,
         **others: Any,
     ) -> Report:
-        """Return the report of options that were measured on devices.
+        """Return a report of ``options`` that this process has measured on ``devices``.
 
         Args:
-            devices: the devices.
-            options: at least one option.
-            capacities: capacity of each device; None means the highest peak of the even split, in
-                whole MiB.
-            reserve: bytes of each device to keep free.
-            goal: the goal; None means speed, or headroom if ``capacities`` is None.
-            **others: further fields of the report.
+            devices: the devices on which the options were measured.
+            options: the measured options, at least one. ``batch_size`` of the report is that of the
+                first option.
+            capacities: the capacity of each device in bytes; None means the highest peak of the
+                even split, rounded up to whole MiB.
+            reserve: the bytes of each device to keep free.
+            goal: how the options are ranked; None means ``"speed"``, or ``"headroom"`` if
+                ``capacities`` is None.
+            **others: further attributes of the report, such as ``workload``.
         """
         has_capacity = capacities is not None
         if capacities is None:
@@ -186,12 +204,21 @@ class Report:
 
     @property
     def ranked_options(self) -> list[Option]:
-        """The options that fit and are not inferior to another one in everything, best first."""
+        """The options that fit in memory, the best first, without inferior options.
+
+        An option is inferior if a better one is at least as good in all respects and has no
+        additional features.
+        """
         return ranked(self.options, self.batch_size, self.budgets, self.goal)
 
     @property
     def best(self) -> Option:
-        """The best option; if none fits, the option that lacks the least memory."""
+        """The best option by ``goal``; if no option fits, the option that is closest to fitting.
+
+        The closest option is the one whose fullest device is the least full, of the options for
+        ``batch_size`` samples that did not run out of memory. If all of these ran out of memory, it
+        is one of those.
+        """
         of_batch = (option for option in self.options if option.batch_size == self.batch_size)
 
         def lacks(option: Option) -> tuple[bool, float, float]:
@@ -202,32 +229,41 @@ class Report:
 
     @property
     def even(self) -> Option | None:
-        """The even split with the first option's ``gather`` and ``spread``, None if unmeasured."""
+        """The option with the even split, and with ``gather`` and ``spread`` of the first option.
+
+        The batch size is that of the first option, too. None if this option was not measured.
+        """
         return self.even_like(self.options[0])
 
     def even_like(self, option: Option) -> Option | None:
-        """Return the even split with the batch size, ``gather`` and ``spread`` of an option.
+        """Return the option with the even split that is otherwise like ``option``.
 
-        Return None if this split was not measured.
+        Its batch size, ``gather`` and ``spread`` are those of ``option``. Return None if this
+        option was not measured.
         """
         same = (o for o in self.options if o.is_even and o.batch_size == option.batch_size)
         return next((o for o in same if o.kind == option.kind), None)
 
     @property
     def is_script(self) -> bool:
-        """Whether the report is of a script, whose options differ only in the split."""
+        """Whether a script was measured, not a workload.
+
+        The options of a script differ only in the split.
+        """
         return self.is_trainer or bool(self.wrapped_at)
 
     @property
     def line(self) -> str:
-        """The expression that wraps the model of a training script as in the best option."""
+        """The code that wraps ``model`` for the best option, such as ``nn.DataParallel(model)``."""
         return self.best.line
 
     def assignments(self, option: Option) -> list[str]:
-        """Return the lines that wrap the models of the script as in an option.
+        """Return the lines of code that wrap the models of a script for ``option``.
 
-        They are the script's own lines with another ``gpu0_bsz``, so they keep ``dim``,
-        ``device_ids`` and ``.to(device)``.
+        Each line is a copy of a line of the script with another ``gpu0_bsz``. So arguments such as
+        ``dim`` and ``device_ids``, and calls such as ``.to(device)``, stay as they are. If no line
+        of the script is known, the result is a line with an unchanged ``Trainer`` if the script
+        uses one, otherwise ``model = ...``.
         """
         call = option.line.partition("model")[0]
 
@@ -240,11 +276,17 @@ class Report:
         return lines or trainer or [f"model = {option.line}"]
 
     def largest_batch(self, option: Option) -> Option:
-        """Return the option of the same kind with the largest batch that fits, else ``option``."""
+        """Return the option with the largest batch that fits and no features that ``option`` lacks.
+
+        The result may have another split. Return ``option`` if there is no such option.
+        """
         return largest_batch(option, self.options, self.budgets)
 
     def what_lacks(self) -> str:
-        """Return how much each device lacks with the least full option, and which batch fits."""
+        """Return text that says how much memory each device lacks, and which batch would fit.
+
+        Call this only if no option fits. The text describes the option ``best``.
+        """
         best = self.best
         pairs = enumerate(zip(best.peak_bytes, self.budgets, strict=True))
         lacks = [
@@ -273,13 +315,15 @@ class Report:
 
 
 def checked_reserve(reserve: int | None, capacities: Sequence[int] | None) -> int:
-    """Return the bytes of each device to keep free.
+    """Return the bytes of each device to keep free, and check that each capacity is larger.
 
-    By default this is ``RESERVE``, or 0 without capacities.
+    Args:
+        reserve: the bytes to keep free; None means ``RESERVE``, or 0 if ``capacities`` is None.
+        capacities: the capacity of each device in bytes; None if no capacities are given.
 
     Raises:
-        ArgumentError: a capacity is not larger than ``reserve``, or ``reserve`` is given without
-            capacities.
+        ArgumentError: a capacity is not larger than ``reserve``, or ``reserve`` is above 0 without
+            capacities, or ``reserve`` is negative.
     """
     if reserve and capacities is None:
         raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
@@ -294,7 +338,7 @@ def checked_reserve(reserve: int | None, capacities: Sequence[int] | None) -> in
 
 
 def bottleneck(option: Option, budgets: Sequence[int]) -> tuple[int, int]:
-    """Return the index of the device that is the fullest, and its peak."""
+    """Return the index of the device that is the fullest relative to its budget, and its peak."""
     full = utilizations(option.peak_bytes, budgets)
     index = full.index(max(full))
     return index, option.peak_bytes[index]

@@ -1,4 +1,4 @@
-"""Measure the memory of training steps of a workload on each device."""
+"""Train a workload for a few steps, and measure the memory of each device."""
 
 from __future__ import annotations
 
@@ -33,17 +33,25 @@ def measure_step(
     devices: Sequence[torch.device],
     **options: Any,
 ) -> Option:
-    """Train for two steps, or ``num_steps``, and measure the last as ``StepMeter.measure`` does."""
+    """Train a new model of ``workload`` for a few steps, and return the last step's measurement.
+
+    Args:
+        workload: the workload to train.
+        batch_size: the number of samples in the whole batch.
+        gpu0_bsz: the most samples that device 0 gets; None means the even split.
+        devices: real or emulated devices.
+        **options: keyword arguments of ``StepMeter.measure``. By default there are two steps.
+    """
     with StepMeter(workload, devices) as meter:
         return meter.measure(SplitPolicy(gpu0_bsz, devices).split(batch_size), **options)
 
 
 class StepMeter:
-    """Measure training steps at several splits, with one model and one optimizer.
+    """Measure training steps with several splits of the batch, one model and one optimizer.
 
-    It is a context manager, which frees its model and optimizer at the end. Inside the ``with``
-    block, garbage is collected only after each measurement. So garbage collection is the same for
-    all measurements, and costs little time.
+    This is a context manager. At the end of the ``with`` block, the model and the optimizer are
+    freed. Inside the ``with`` block, Python's garbage collector runs only between measurements. So
+    it affects all measurements alike, and costs little time.
 
     Args:
         workload: the workload to train. A new model is created for it.
@@ -82,12 +90,12 @@ class StepMeter:
 
     @property
     def smallest_chunk(self) -> int:
-        """The smallest chunk a replica can train on."""
+        """The fewest samples on which a replica can train, such as 2 with batch norm."""
         return smallest_chunk(self._trained[0])
 
     @property
     def num_parameters(self) -> int:
-        """The number of trained parameters."""
+        """The number of elements of all parameters of the model that require gradients."""
         return sum(p.numel() for p in self._trained[0].parameters() if p.requires_grad)
 
     def measure(
@@ -99,19 +107,20 @@ class StepMeter:
         num_steps: int | None = None,
         on_loss: Callable[[torch.Tensor], object] = lambda loss: None,
     ) -> Option:
-        """Train, and return the measurement of the last step.
+        """Train for a few steps, and return the measurement of the last step.
 
-        By default this trains for one step, or for two steps if there is no optimizer state yet. If
-        memory runs out, the option says so, and the memory is freed.
+        If memory runs out, no exception is raised. Then ``out_of_memory`` of the returned option is
+        the error's message, and the memory of the step is freed.
 
         Args:
-            chunk_sizes: the samples of each device.
+            chunk_sizes: the number of samples of each device.
             gather: whether to gather outputs and compute their loss on device 0. Otherwise each
-                device computes the loss of its chunk.
+                device computes the loss of its own samples.
             spread: whether to spread parameters, gradients and optimizer state over all devices. If
-                ``spread`` differs from the last measurement's, a new model is created.
-            num_steps: the number of steps.
-            on_loss: called with the loss of each step.
+                ``spread`` is not the same as in the previous measurement, a new model is created.
+            num_steps: the number of training steps. None means one step, or two steps if the
+                optimizer has no state yet.
+            on_loss: a function that is called with the loss of each step.
         """
         if spread != self._spread:
             self._free()
@@ -151,7 +160,7 @@ class StepMeter:
         return Option(
             **arguments,
             chunk_sizes=chunk_sizes,
-            peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),  # may repeat
+            peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),  # devices may repeat
             uses=tuple(breakdown.get(str(device), {}) for device in self.devices),
             seconds=seconds,
             out_of_memory=out_of_memory,
@@ -161,7 +170,7 @@ class StepMeter:
     def _train(
         self, model: BalancedDataParallel[nn.Module], batch_size: int, batch: Batch
     ) -> torch.Tensor:
-        """Train for one step and return the loss."""
+        """Train ``model`` for one step on ``batch``, and return the loss."""
         args, kwargs, target = batch
         _, criterion, optimizer = self._trained
         precision = self.workload.precision

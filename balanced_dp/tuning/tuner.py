@@ -1,4 +1,4 @@
-"""Measure the splits that the searches choose for a workload, and report them."""
+"""Measure training steps of a workload, search for its best split, and return a report."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ from .workload import Workload
 from .workload_search import WorkloadSearch, fill_alike
 
 _LARGEST_BATCH = 2**16
-"""The largest batch to measure. Batches are created on the CPU even if devices keep only shapes."""
+"""The upper limit of the batch size in the search for the largest batch that fits.
+
+Batches are created on the CPU even if devices keep only shapes.
+"""
 
 _LARGEST_MULTIPLE = 4
-"""The largest batch, as a multiple of the requested one, if emulated devices compute values."""
+"""The upper limit of the batch size on emulated devices that compute values.
+
+It is a multiple of the requested batch size, and applies to the search for the largest batch.
+"""
 
 
 def tune(
@@ -45,42 +51,47 @@ def tune(
     with_alternatives: bool = True,
     on_measurement: Callable[[Option], object] = lambda option: None,
 ) -> Report:
-    """Measure a workload at a few splits and return a report with the best one.
+    """Measure training steps of a workload with several splits, and report which split is best.
 
     The training steps run on the accelerators if there are two or more, otherwise on emulated
     devices. By default emulated devices keep shapes only, so the batch and the model may be larger
-    than the memory of this machine. Nothing is predicted: all splits and batches of the report were
-    measured.
+    than the memory of this machine. Nothing is predicted: each split and each batch size in the
+    report was measured.
 
     Args:
         workload: the workload to train.
-        batch_size: samples in the whole batch.
-        devices: the devices or their number. By default one for each capacity, all
-            accelerators, or four emulated ones.
-        capacities: capacity of each device in bytes, which emulated devices may exceed. The default
-            for accelerators is their own capacity. The default for emulated devices is the highest
-            peak of the even split, rounded up to whole MiB.
-        reserve: bytes of each capacity to keep free. By default 1 GiB for contexts and
-            workspaces, or 0 if the capacity is the peak of the even split.
-        sweep: values of ``gpu0_bsz`` to measure in addition.
+        batch_size: the number of samples in the whole batch.
+        devices: the devices, or the number of devices. By default, there is one device for each
+            entry of ``capacities``. Without ``capacities``, the devices are all accelerators if
+            there are two or more, otherwise four emulated devices.
+        capacities: the capacity of each device in bytes. Emulated devices may exceed it. By
+            default, the capacity of an accelerator is its total memory. The default capacity of
+            each emulated device is the highest peak of the even split, rounded up to whole MiB.
+        reserve: the bytes of each device to keep free. The default is 1 GiB, for CUDA's context and
+            workspaces of libraries, or 0 if the capacity is the peak of the even split.
+        sweep: values of ``gpu0_bsz`` to measure in addition to those that the search chooses.
         emulate: whether to emulate devices even if there are accelerators.
-        symbolic: whether emulated devices keep shapes only. Otherwise they compute values, for
-            workloads that read them.
+        symbolic: whether emulated devices keep only the shapes of tensors. Otherwise they compute
+            values, which is slower, but necessary for a workload that reads values.
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
-            computes the loss of its chunk.
+            computes the loss of its own samples.
         spread: whether to spread parameters, gradients and optimizer state over all devices.
-        goal: how options are ranked. For ``"speed"`` the best option is that with the smallest
-            largest chunk; for ``"headroom"``, that with the lowest utilization of its fullest
-            device; for ``"batch"``, that with the largest batch. By default speed, or headroom if
-            the capacity is the peak of the even split.
+        goal: how the options (the measured ways to train) are ranked. For ``"speed"``, the best
+            option is the one whose largest chunk (the most samples on any device) is the smallest.
+            For ``"headroom"``, it is the one whose fullest device is the least full. For
+            ``"batch"``, it is the one with the largest batch. The default is ``"speed"``, or
+            ``"headroom"`` if the capacity is the peak of the even split.
         with_alternatives: whether to also measure with the loss on each device (``gather=False``),
             and with parameters spread over all devices (``spread=True``).
-        on_measurement: called with each measurement.
+        on_measurement: a function that is called with each measured ``Option``.
+
+    Returns:
+        A report of all measured options.
 
     Raises:
         ArgumentError: If the batch, the devices or their capacities cannot be used.
         ArgumentTypeError: If ``workload`` is not a ``Workload``.
-        InfeasiblePlanError: If no option fits.
+        InfeasiblePlanError: If no measured option fits in memory.
         SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
     """
     if goal not in (None, *get_args(Goal)):
@@ -138,7 +149,15 @@ def tune(
 
 @dataclass
 class _Run:
-    """The measurements of a workload, each made once."""
+    """The measurements of a workload. No measurement is made twice.
+
+    Attributes:
+        meter: measures the training steps.
+        batch_size: the number of samples in the requested batch.
+        swept: values of ``gpu0_bsz`` to measure in addition to those that the search chooses.
+        on_measurement: a function that is called with each measured ``Option``.
+        known: the options measured so far, by split, ``gather`` and ``spread``.
+    """
 
     meter: StepMeter
     batch_size: int
@@ -147,7 +166,7 @@ class _Run:
     known: dict[tuple[Split, bool, bool], Option] = field(default_factory=dict)
 
     def measured(self, split: Split, gather: bool, spread: bool) -> Option:
-        """Return the measurement of a split."""
+        """Return the measurement of a split. Measure the split only if it is not in ``known``."""
         key = split, gather, spread
         if key not in self.known:
             self.known[key] = self.meter.measure(split, gather=gather, spread=spread)
@@ -155,7 +174,17 @@ class _Run:
         return self.known[key]
 
     def search(self, report: Report, gather: bool, spread: bool) -> None:
-        """Measure the splits that the searches choose, for one ``gather`` and ``spread``."""
+        """Search for the best split with ``gather`` and ``spread``, and measure the splits tried.
+
+        The splits are the even split, those with a value in ``swept``, those that
+        ``WorkloadSearch`` chooses and, if the devices have different budgets (the bytes that each
+        may hold), splits that should fill all devices equally.
+
+        Args:
+            report: the report with the budgets and the mode of the devices.
+            gather: as in ``tune``.
+            spread: as in ``tune``.
+        """
         size, budgets = self.batch_size, report.budgets
 
         def tell(split: Split) -> None:

@@ -20,7 +20,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from .models import TokenTransformer
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
-"""Positional and keyword arguments of the model, and the target."""
+"""A batch: positional arguments of the model, its keyword arguments, and the target."""
 
 _UNNAMED = "workload"
 
@@ -30,17 +30,21 @@ class Workload:
     """Define everything that a training step needs except the devices.
 
     Attributes:
-        model: a function that returns a new module on torch's default device, so that a model
-            larger than this machine's memory can be created on emulated devices. Or a module, which
-            is copied for training.
-        make_batch: a function that returns a batch of a given size on the CPU: the positional
-            arguments of the model, its keyword arguments, and the target. It may instead return a
-            tensor, as the only argument, and the target.
-        loss: a function that returns the 0-dim loss, given the model's output and the target.
-        make_optimizer: a function that returns an optimizer, given the parameters.
-        precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``, or None.
-        name: the name in reports. By default it is the name given to ``find_workload``.
-        batch_size: the default batch size.
+        model: a function that returns a new module, or a module, which is copied for training. A
+            function should create the module on torch's default device. Then a model larger than
+            the memory of this machine can be created on emulated devices.
+        make_batch: a function that takes a batch size and returns a batch on the CPU. The batch is
+            a tuple ``(args, kwargs, target)``: the positional arguments of the model, its keyword
+            arguments, and the target. If the only argument of the model is a tensor ``x``, the
+            batch may be ``(x, target)``.
+        loss: a function that takes the model's output and the target, and returns the loss as a
+            0-dim tensor.
+        make_optimizer: a function that takes the model's parameters and returns an optimizer.
+        precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``. None means no
+            autocast.
+        name: the name of the workload in reports. If no name is given, ``find_workload`` sets it to
+            its argument.
+        batch_size: the batch size that the commands ``tune`` and ``plan`` use by default.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -52,7 +56,7 @@ class Workload:
     batch_size: int = 32
 
     def new_model(self) -> nn.Module:
-        """Return a new module.
+        """Return a new module: a copy of ``model``, or what ``model`` returns if it is a function.
 
         Raises:
             ArgumentTypeError: ``model`` does not return a module.
@@ -68,10 +72,13 @@ class Workload:
         return module
 
     def new_batch(self, batch_size: int) -> Batch:
-        """Return positional and keyword arguments of the model, and the target.
+        """Return a batch of ``batch_size`` samples as ``(args, kwargs, target)``.
+
+        ``args`` and ``kwargs`` are the positional and the keyword arguments of the model.
 
         Raises:
-            ArgumentTypeError: ``make_batch`` does not return a batch in one of its two forms.
+            ArgumentTypeError: ``make_batch`` returns neither ``(args, kwargs, target)`` nor
+                ``(tensor, target)``.
         """
         batch = self.make_batch(batch_size)
         match batch:
@@ -88,13 +95,13 @@ class Workload:
 
 
 def find_workload(target: str) -> Workload:
-    """Return the built-in workload ``target``, or the result of the function named by ``target``.
+    """Return the built-in workload named ``target``, or what the function named ``target`` returns.
 
     A function is named as ``package.module:function`` or ``folder/file.py:function``.
 
     Raises:
-        ArgumentError: If the workload cannot be made.
-        ArgumentTypeError: If the function returns something else.
+        ArgumentError: If there is no such workload or function, or the function fails.
+        ArgumentTypeError: If the function does not return a ``Workload``.
     """
     if target in BUILT_IN:
         return replace(BUILT_IN[target](), name=target)
@@ -133,10 +140,10 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def encoded_text() -> tuple[torch.Tensor, int]:
-    """Return about 0.5 MB of English text: the language reference that Python's library contains.
+    """Return English text as a tensor of character indices, and the number of distinct characters.
 
-    The text is encoded as indices of characters. The number of distinct characters is returned,
-    too.
+    The text has about 0.5 MB. It is the Python language reference, which the module
+    ``pydoc_data.topics`` of the standard library contains.
     """
     topics: dict[str, str] = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics))
@@ -145,7 +152,13 @@ def encoded_text() -> tuple[torch.Tensor, int]:
 
 
 def character_batch(starts: torch.Tensor) -> Batch:
-    """Return excerpts of the text from the given indices, and as targets the next characters."""
+    """Return a batch of excerpts of ``encoded_text``, each with 64 characters.
+
+    The targets are the characters that follow each position.
+
+    Args:
+        starts: the index of the first character of each excerpt.
+    """
     samples = encoded_text()[0][starts[:, None] + torch.arange(65)]
     return (samples[:, :-1],), {}, samples[:, 1:]
 
@@ -163,7 +176,10 @@ def char_lm() -> Workload:
 
 
 def _tokens(batch_size: int, length: int, vocabulary: int) -> torch.Tensor:
-    """Return tokens that are the same on each call; memory does not depend on their values."""
+    """Return random tokens of shape ``(batch_size, length)``, which are the same on each call.
+
+    The memory of a training step does not depend on the values of the tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary, (batch_size, length), generator=generator)
 
@@ -209,4 +225,4 @@ BUILT_IN: dict[str, Callable[[], Workload]] = {
     "gpt2-large": gpt2_large,
     "bert-base": bert_base,
 }
-"""The built-in workloads by name."""
+"""The functions that return the built-in workloads, by name of the workload."""

@@ -1,4 +1,7 @@
-"""Search for a workload's best split, largest batches and device weights. Pure, without torch."""
+"""Search for the best split, the largest batches and the device weights of a workload.
+
+This file does not need torch.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,33 @@ from ..search import Search, Split
 from ..split import split_batch, split_by_weights
 
 _CLOSE = 400
-"""Chunks and batches are found to within one part in this number.
+"""The largest chunk and the largest batch are found to within one part in this number.
 
-So the largest batch is found to within 0.5 %.
+Two such searches, for a chunk and then for the batch, find the largest batch to within 0.5 %.
 """
 
 
 @dataclass
 class WorkloadSearch(Search):
-    """A search for the best ``gpu0_bsz`` of a batch, then for the largest batches.
+    """A search for the best ``gpu0_bsz`` of a batch, and then for the largest batches that fit.
 
     Attributes:
-        for_speed: as for ``Search``.
-        largest: the largest batch that can be measured.
+        for_speed: whether to also find the largest ``gpu0_bsz`` that fits.
+        largest: the upper limit of the batch size in the search for the largest batch.
     """
 
     for_speed: bool = True
     largest: int = 2**16
 
     def wanted(self) -> Iterator[Split]:
-        """Yield the split to measure next; only the first one yielded is valid.
+        """Yield the split to measure next. Only the first split that is yielded is valid.
 
-        After the search for the best value come two searches for the largest batch that fits: with
-        the even split, and with any ``gpu0_bsz``. The second one first finds the largest chunk that
-        fits on the other devices. Then it finds how many samples fit on device 0, which must also
-        have room for the gathered outputs.
+        There are three searches. The first finds the best ``gpu0_bsz`` for ``batch_size`` samples.
+        The second finds the largest batch that fits with the even split. The third finds the
+        largest batch that fits with any ``gpu0_bsz``, in two parts. It first finds the largest
+        chunk that fits on each device other than device 0, while device 0 has no samples. It then
+        finds the largest batch for which device 0 has room for the samples beyond these chunks and
+        for the gathered outputs.
         """
         yield from super().wanted()
         num, told = len(self.budgets), self.told.items()
@@ -59,14 +64,19 @@ class WorkloadSearch(Search):
 
 
 def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) -> Split | None:
-    """Return chunk sizes that fill all devices equally, according to the measurements.
+    """Return the chunk sizes with which all devices should be equally full.
+
+    The utilization of each device is estimated by a line through its two latest measured chunk
+    sizes, or through the origin and its only one.
 
     Args:
-        told: the measured utilization of each device, by chunk sizes, in order of measurement.
-        batch_size: the samples in the whole batch; None means as many as fit.
+        told: the measured utilization (peak divided by budget) of each device, by chunk sizes, in
+            the order of measurement.
+        batch_size: the number of samples in the whole batch; None means as many as fit.
 
     Returns:
-        The chunk sizes; None if the memory of a sample is unknown on a device.
+        The chunk sizes; None if the measurements do not show, for a device, how much memory a
+        sample needs.
     """
     lines = []
     ran = [(split, full) for split, full in told.items() if max(full) < math.inf]

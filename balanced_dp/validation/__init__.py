@@ -1,4 +1,4 @@
-"""Check on this machine's devices what the tests check on stand-ins for them."""
+"""Validate the package on the devices of this machine. The tests use stand-ins for devices."""
 
 from .checks import Check, Validation, validate
 

@@ -1,4 +1,9 @@
-"""Check on the devices of this machine that gradients, memory and time are as promised."""
+"""Compare gradients, memory and time on this machine's devices with the values they should have.
+
+Gradients and outputs should equal those of one device. The peaks of memory should be near those
+that emulated devices predict. A training step should take about as long as with
+``nn.DataParallel``.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +30,22 @@ from ..tuning.step import measure_step
 from ..tuning.workload import Workload, find_workload
 
 ALLOWED_ERROR = 0.10
-"""The allowed error of a predicted peak, relative to the measured peak."""
+"""The largest accepted error of a predicted memory peak, relative to the measured peak."""
 
 ALLOWED_RATIO = 1.05
-"""The longest time that a step may take, relative to a step of ``nn.DataParallel``."""
+"""The longest accepted time of a training step, relative to a step of ``nn.DataParallel``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A comparison and its result.
+    """One of the comparisons of ``validate``, and its result.
 
     Attributes:
         part: ``"gradients"``, ``"memory"`` or ``"time"``.
-        what: the cases that were compared.
+        what: the cases that were compared, such as ``"gpu0_bsz=1, allocator"``.
         ok: whether the difference is within its limit.
         value: the number that determines ``ok``, with its unit.
-        note: more numbers, or the reason for the result.
+        note: further numbers, or the reason for the result.
     """
 
     part: str
@@ -56,12 +61,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """All checks, with the devices and versions. It prints as a table.
+    """The result of ``validate``: all checks, the devices and the versions. It prints as a table.
 
     Attributes:
-        devices: a description of the devices.
-        versions: the versions of the software by name, and properties of the machine.
-        checks: the checks in order.
+        devices: a description of the devices, as text.
+        versions: the versions of the software, by the name of the software. Properties of the
+            machine are added by their names.
+        checks: the checks in the order in which they were made.
     """
 
     devices: str
@@ -85,7 +91,7 @@ class Validation:
         return "\n".join([*map(str, self.checks), "", self.verdict])
 
     def markdown(self) -> str:
-        """Return the table with devices and versions, to paste into an issue."""
+        """Return the table as Markdown, with devices and versions, to paste into an issue."""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return f"### balanced-dp validate: {self.devices}\n\n{versions}\n\n```\n{self}\n```\n"
 
@@ -97,15 +103,21 @@ def validate(
     workload: str = "gpt2-small",
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> Validation:
-    """Compare gradients, memory and time on all GPUs, or on emulated devices if there are none.
+    """Compare gradients, memory and time on several devices with the values they should have.
+
+    Gradients and outputs should equal those of one device. The peaks of memory should be near those
+    that emulated devices predict. A training step should take about as long as with
+    ``nn.DataParallel``. On emulated devices, only gradients and outputs are compared.
 
     Args:
-        num_devices: number of devices, which are emulated if there are fewer GPUs. On a single GPU,
-            the number of replicas. By default, all GPUs, four replicas on a single GPU, or four
-            emulated devices without GPUs.
+        num_devices: number of devices. If there are several GPUs, but fewer than this, or no GPU,
+            the devices are emulated. If there is a single GPU, this is the number of replicas on
+            it. None means all GPUs, four replicas on a single GPU, or four emulated devices if
+            there is no GPU.
         emulate: whether to emulate devices even if there are GPUs.
-        workload: the workload for memory and time, as for ``find_workload``.
-        on_check: called with each check.
+        workload: the training step that is used to compare memory and time: a name, as for
+            ``find_workload``.
+        on_check: a function that is called with each ``Check``, as soon as it is made.
 
     Raises:
         ArgumentError: there is no such workload.
@@ -144,7 +156,7 @@ def _described(device: torch.device) -> str:
 
 
 def _gradients(devices: Sequence[torch.device]) -> Iterator[Check]:
-    """Compare outputs and gradients with those of one device, in float64."""
+    """Yield checks that compare outputs and gradients with those of one device, in float64."""
     batch_size = 3 * len(devices) + 1
     module: nn.Module = TokenTransformer(31, 12, True, width=32, num_heads=4, num_layers=2)
     module = module.double().to(devices[0])
@@ -167,7 +179,10 @@ def _gradients(devices: Sequence[torch.device]) -> Iterator[Check]:
 def _memory(
     workload: Workload, batch_size: int, devices: Sequence[torch.device]
 ) -> Iterator[Check]:
-    """Compare peaks on emulated devices with those of torch's allocator and of NVML."""
+    """Yield checks that compare the memory peaks of emulated devices with measured peaks.
+
+    The measured peaks are those of torch's allocator and those that NVML reports.
+    """
     used_before = [at.used_bytes for at in MemoryProbe(devices).snapshot()]
     even = even_share(batch_size, len(devices))
     for gpu0_bsz in sorted({even, even // 2, 0}, reverse=True):
@@ -176,7 +191,7 @@ def _memory(
             predicted = measure_step(workload, batch_size, gpu0_bsz, replicas).peak_bytes
         with MemoryProbe(devices).measure() as usage:
             measured = measure_step(workload, batch_size, gpu0_bsz, devices).peak_bytes
-        # Libraries keep workspaces, which are not part of the predicted step.
+        # Libraries keep workspaces after the step. These are not part of the prediction.
         kept = [torch.get_device_module(device).memory_allocated(device) for device in devices]
         errors = [p / (m - k) - 1 for p, m, k in zip(predicted, measured, kept, strict=True)]
         worst = max(errors, key=abs)
@@ -196,7 +211,10 @@ def _memory(
 
 
 def _time(workload: Workload, batch_size: int, devices: Sequence[torch.device]) -> Iterator[Check]:
-    """Compare the time of a step with that of ``nn.DataParallel``, measured in alternation."""
+    """Yield a check that compares the time of a step with that of ``nn.DataParallel``.
+
+    Steps of the two models are measured in turn, and their medians are compared.
+    """
     module = workload.new_model().to(devices[0])
     ours = BalancedDataParallel(None, module, devices)
     models = (ours, nn.DataParallel(module, [device.index for device in devices]))

@@ -1,10 +1,12 @@
-"""Count the targets of cross entropies where torch computes them.
+"""Count the targets of each cross entropy that a replica computes.
 
-While replicas run, two functions of torch are replaced by functions that also count. These return
-the tensors that torch's functions return. A mean over no targets is NaN. It is replaced by 0, so
-that other terms of the loss are kept; the joined loss is NaN only if no replica has targets.
-Autograd saves the count as ``_saved_total_weight``, but not without gradients or with smoothed
-labels, so this is not used.
+While replicas run, the two functions with which torch computes cross entropies are replaced:
+``cross_entropy_loss`` and ``nll_loss_nd``. The replacements call torch's functions, return the
+tensors that these return, and also count the targets. A mean over no targets is NaN. In the
+returned tensor, it is replaced by 0, so that the other terms of a loss are kept. The joined loss is
+NaN only if no replica has targets. Autograd also saves the number of targets, as
+``_saved_total_weight``, but not without gradients or with smoothed labels. So the saved number is
+not used.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.jit._builtins import _register_builtin
 
 REDUCTIONS = {1: "mean", 2: "sum"}
-"""As in ``torch.nn._reduction.get_enum``."""
+"""The names of reductions, by torch's numbers for them: see ``torch.nn._reduction.get_enum``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,13 +33,15 @@ class Counted:
     """A cross entropy that one replica has computed.
 
     Attributes:
-        kind: ``"mean"`` or ``"sum"``.
-        count: the number of its targets, or their total weight, as a number or a 0-dim tensor.
-        target: the targets if there are as many classes as rows, else None.
-        value: its value, with its graph.
-        node: its node in the graph, or None.
-        result: the tensor that torch returned, detached from its graph.
-        version: the version of that tensor, which an in-place write increments.
+        kind: the reduction over the targets, ``"mean"`` or ``"sum"``.
+        count: the number of targets that are not ignored or, with class weights, the sum of the
+            weights of these targets; a number or a 0-dim tensor.
+        target: the targets if the input has as many classes as rows, else None.
+        value: the value of the cross entropy, a tensor with its autograd graph.
+        node: the autograd node that computed the value, or None without gradients.
+        result: the tensor that forward got from torch, detached from its autograd graph.
+        version: the version counter of that tensor when it was returned. Each in-place write to the
+            tensor increments its version counter.
     """
 
     kind: str
@@ -49,36 +53,45 @@ class Counted:
     version: int
 
     def compares_samples(self) -> bool:
-        """Return whether the targets are the row numbers in any order. Waits for the device."""
+        """Return whether the targets are the numbers of the rows, each once, in any order.
+
+        Reading the targets waits for their device.
+        """
         rows = None if self.target is None else sorted(self.target.tolist())
         return rows is not None and rows == [*range(len(rows))]
 
     def is_(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the result, detached or not, and was not written to.
+        """Return whether ``tensor`` is the result of this cross entropy, and was not written to.
 
-        Return False for an inference tensor, because it has no version that shows writes.
+        The tensor may be detached. Return False for an inference tensor, because it has no version
+        counter that shows whether it was written to.
         """
         is_result = not tensor.is_inference() and memory_of(tensor) == memory_of(self.result)
         return is_result and tensor._version == self.version
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, Any]:
-    """Return a key of the place in memory where a tensor begins."""
+    """Return a key that identifies the place in memory where the data of a tensor begins."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 current_call: ContextVar[Any] = ContextVar("current_call", default=None)
-"""The running ``Call``, also in the threads of its replicas; None outside of calls."""
+"""The ``Call`` that is running, or None. The threads of its replicas have the same value."""
 
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
+"""The list for the cross entropies of the replica that runs in this thread, or None."""
 _lock = threading.Lock()
 _running = weakref.WeakSet[Any]()
-"""The running calls. An interrupted call vanishes from this set, as nothing else refers to it."""
+"""The running calls, as weak references. An interrupted call has no others, and so vanishes."""
 
 
 @contextlib.contextmanager
 def running(call: Any) -> Iterator[None]:
-    """Context manager in which a ``Call`` is running, and its cross entropies are counted."""
+    """Context manager inside which a ``Call`` is running.
+
+    The cross entropies of its replicas are recorded if the batch is split and the call has
+    ``scalar_outputs="auto"``.
+    """
     is_split = len(call.chunk_sizes) > 1
     call.counted = [[] for _ in call.devices] if is_split and call.scalar_outputs == "auto" else []
     token = current_call.set(call)
@@ -96,7 +109,10 @@ def running(call: Any) -> Iterator[None]:
 
 
 def _exchange(is_counting: bool) -> None:
-    """Replace functions of torch, or restore them. Skip functions that other code has replaced."""
+    """Replace torch's cross entropy functions by functions that count targets, or restore them.
+
+    A function that other code has replaced is left as it is.
+    """
     for function, counting in _COUNTING.items():
         old, new = (function, counting) if is_counting else (counting, function)
         if getattr(torch._C._nn, function.__name__) is old:
@@ -104,7 +120,16 @@ def _exchange(is_counting: bool) -> None:
 
 
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function of a replica, and add its cross entropies to the list of the call."""
+    """Return ``function(*args, **kwargs)``, and record the cross entropies that it computes.
+
+    They are appended to ``counted[index]`` of the running ``Call``, unless it counts none.
+
+    Args:
+        index: the index of the replica in the call.
+        function: the function of the replica.
+        *args: positional arguments of the function.
+        **kwargs: keyword arguments of the function.
+    """
     call = current_call.get()
     token = _of_replica.set(call.counted[index] if call and index < len(call.counted) else None)
     try:
@@ -114,7 +139,11 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a replacement that also counts targets. It computes and saves what torch's does."""
+    """Return a replacement for a cross entropy function of torch that also counts targets.
+
+    The replacement computes the same value, except that a mean over no targets is 0. It saves the
+    same tensors for backward.
+    """
 
     @functools.wraps(function)
     def compute(*args: Any, **options: Any) -> Tensor:
@@ -129,12 +158,13 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         count = _count(target, weight, ignore_index)
         result = loss.detach()
         if kind == "mean" and isinstance(count, Tensor):
-            # If no target counts, the mean is 0 / 0, and NaN would hide what is added to it.
+            # If no target counts, the mean is 0 / 0, which is NaN. Whatever forward adds to NaN
+            # would be lost.
             result.masked_fill_(count == 0, 0)
-            if weight is not None and loss.grad_fn:  # the classes of all targets may weigh 0
+            if weight is not None and loss.grad_fn:  # the classes of all targets may have weight 0
                 ignore_if_empty([loss.grad_fn], [count])
         version = 0 if loss.is_inference() else loss._version
-        square = target if input.shape == 2 * target.shape else None  # (N, N) and (N,)
+        square = target if input.shape == 2 * target.shape else None  # shapes (N, N) and (N,)
         value = loss.clone()  # since forward may write to the loss
         found.append(Counted(kind, count, square, value, loss.grad_fn, result, version))
         return loss
@@ -144,11 +174,14 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _COUNTING = {f: _counting(f) for f in (torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd)}
-"""The two functions of torch and their replacements."""
+"""For each of torch's two cross entropy functions, the replacement that counts targets."""
 
 
 def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Tensor:
-    """Return the number of targets that count, or their weight."""
+    """Return the number of targets that are not ignored, or the sum of their class weights.
+
+    If the targets are probabilities of classes, the result is their number.
+    """
     if target.is_floating_point():  # probabilities of classes: all count
         return target.numel() // target.shape[min(1, target.dim() - 1)]
     is_counted = target != ignore_index
@@ -159,14 +192,23 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
 
 
 def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
-    """For replicas whose weight is 0, let nodes return gradients of 0 in place of 0 / 0."""
+    """Let autograd nodes return 0 instead of NaN gradients on replicas whose weight is 0.
+
+    The backward of a mean over no entries computes 0 / 0, which is NaN. Added to the gradients of
+    the other replicas, it would make the sum NaN.
+
+    Args:
+        nodes: an autograd node of each replica, or None.
+        weights: the weight of each replica, a number or a tensor. The value of a tensor is not read
+            on the host.
+    """
     for node, weight in zip(nodes, weights, strict=True):
         if node and (isinstance(weight, Tensor) or weight == 0):
             node.register_hook(functools.partial(_zero_if_empty, torch.as_tensor(weight == 0)))
 
 
 def _zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:
-    """Replace gradients that are 0 / 0 by 0. This is a hook of autograd nodes."""
+    """Return ``gradients`` with NaN replaced by 0 if ``is_empty``. A hook of autograd nodes."""
     return tuple(
         g if g is None else g.masked_fill(is_empty.to(g.device) & g.isnan(), 0) for g in gradients
     )

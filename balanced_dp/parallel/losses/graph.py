@@ -1,4 +1,4 @@
-r"""Find in autograd's graph the terms that a loss is the sum of.
+r"""Find the terms that add up to a loss, by following the autograd graph of the loss.
 
 The graph is followed from the node of the loss to its *reductions*: means over samples, sums over
 samples, and cross entropies.
@@ -12,8 +12,9 @@ divided by arguments of the call. No value is read from a device, and no user co
 graphs of the replicas are followed side by side: they differ only in the number of samples.
 ``masked_mean_of`` finds a loss that is a sum of products with a mask, divided by another tensor.
 
-Beyond the reductions, towards the inputs, ``how_samples_mix`` looks for operators that compute
-samples of a chunk from each other.
+Each replica gets a part of the batch, a chunk. In the part of the graph between the reductions and
+the inputs, ``how_samples_mix`` looks for operators whose result for one sample depends on other
+samples of the same chunk.
 """
 
 from __future__ import annotations
@@ -36,32 +37,34 @@ from ...free_threading import looking_at_nodes
 from .cross_entropy import REDUCTIONS
 
 Edges = Sequence[tuple[Any, int]]
-"""For each replica, a node and the index of one of the node's outputs."""
+"""For each replica, an autograd node and the index of one of the outputs of its operator."""
 
 _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
-"""Operators that keep a number as it is."""
+"""Operators that copy or reshape a tensor, and so do not change the numbers in it."""
 
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
-"""Operators that compute entries along a dimension from each other, and keep its size."""
+"""Operators that compute each entry from several entries along a dimension, and keep its size."""
 
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
 
 
 class UnclearError(Exception):
-    """It is not known how a loss depends on its samples; the message says why."""
+    """The autograd graph does not show how a loss depends on its samples. The message says why."""
 
 
 @dataclass(slots=True)
 class Composition:
-    """The terms that a loss is the sum of.
+    """The terms that add up to a loss: cross entropies, and means or sums over samples.
 
     Attributes:
         parts: for each cross entropy in the loss, its index among the cross entropies of the call,
-            its factor, and the dotted paths of the arguments that divide it.
-        kinds: ``"mean"`` if the other terms are means over samples, ``"sum"`` if they are sums over
-            samples; empty if there are no other terms.
-        unclear: why the other terms may be something else, or "" if they are clear.
+            its factor, and the dotted paths of the arguments that divide it. A dotted path, such as
+            ``batch.mask``, says where the arguments of the call contain a tensor.
+        kinds: a set. It contains ``"mean"`` if the other terms of the loss are means over samples,
+            or ``"sum"`` if they are sums over samples. It is empty if there are no other terms.
+        unclear: why it is not clear that the other terms are all means, or all sums, over samples.
+            It is "" if this is clear.
     """
 
     parts: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
@@ -75,14 +78,15 @@ def composition_of(
     counted: Mapping[Any, tuple[int, str]],
     path_of: Callable[[Sequence[Any]], str],
 ) -> Composition:
-    """Return the terms that a loss is the sum of. Terms without a graph are left out.
+    """Return the terms that add up to a loss. Terms without an autograd graph are left out.
 
     Args:
-        losses: the loss of each replica.
-        sizes: their chunk sizes.
-        counted: by the nodes of a cross entropy on the replicas, its index and its kind.
-        path_of: a function that gets one tensor of each replica, and returns the dotted path of
-            the argument of the call that these tensors are, or "" if they are none.
+        losses: the loss that each replica has computed.
+        sizes: the number of samples of each replica.
+        counted: the index and the kind (``"mean"`` or ``"sum"``) of each cross entropy in the call.
+            The keys are tuples of its autograd nodes, one for each replica.
+        path_of: a function that gets one tensor from each replica. If these tensors are an argument
+            of the call, it returns the dotted path of this argument, otherwise "".
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no graph")
@@ -93,14 +97,14 @@ def composition_of(
         for edges, factors, paths in stack:
             nodes = [node for node, _ in edges]
             if not any(factors) or not any(nodes):
-                continue  # multiplied by 0, to give parameters a gradient; or without a graph
+                continue  # a term times 0, which gives parameters a gradient, or one without graph
             place, reduction = counted.get(tuple(nodes), (0, ""))
             try:
                 if are_equal(factors) and not paths and all(edge == edges[0] for edge in edges):
-                    found.kinds.add("mean")  # one node on all replicas, as of a joined loss
+                    found.kinds.add("mean")  # the replicas share one node, as of a joined loss
                 elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, bool(paths))
-                    # A summed cross entropy divided by the number of samples is a ``"mean"``.
+                    # A sum over targets, divided by the number of samples, is a mean over samples.
                     if kind == reduction:
                         found.parts.append((place, factors[0], paths))
                     else:
@@ -122,9 +126,10 @@ def composition_of(
 
 
 def masked_mean_of(loss: Tensor) -> list[Any]:
-    """Return the last node, the divisor and the mask of ``(entries * mask).sum() / divisor``.
+    """Return the division's node, the divisor and the mask of a masked mean.
 
-    The result is empty if the loss is computed in another way.
+    A masked mean is a loss computed as ``(entries * mask).sum() / divisor``. If ``loss`` is
+    computed in another way, return an empty list.
     """
     node, nodes = loss.grad_fn, list[Any]()
     with looking_at_nodes, contextlib.suppress(UnclearError):
@@ -143,13 +148,18 @@ def masked_mean_of(loss: Tensor) -> list[Any]:
 
 
 def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return which reduction over samples an operator is, or "" if it reduces nothing.
+    """Return which reduction over samples an operator is, or "" if it is no mean or sum.
 
     The result is ``"mean"``, ``"sum"``, ``"scaled sum"`` for a sum of products, or ``"divided
     sum"`` for a sum of quotients.
 
+    Args:
+        nodes: the autograd node of the operator on each replica.
+        sizes: the number of samples of each replica.
+
     Raises:
-        UnclearError: the operator reduces something other than samples.
+        UnclearError: the operator reduces something other than samples, or the replicas have used
+            different operators.
     """
     if len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
         raise UnclearError("the replicas computed it in different ways")
@@ -165,7 +175,7 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     repeats = name == "Expand" or (name in ("Stack", "Cat") and is_even)
     are_samples = _follow([*map(math.prod, shapes)], sizes)
     are_samples &= not (repeats and 1 in map(math.prod, behind))
-    if is_even:  # a mean may be over all tokens
+    if is_even:  # in a mean over all tokens, a dimension is a multiple of the number of samples
         are_samples &= any((n % size if code == 1 else n - size) == 0 for n in shapes[0])
         reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
@@ -175,7 +185,11 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
 
 
 def _kind_of_sum(entries: Any) -> str:
-    """Return which sum it is: ``"scaled sum"``, ``"divided sum"`` or ``"sum"``."""
+    """Return what is added up in a sum over ``entries``, the node that computed them.
+
+    The result is ``"scaled sum"`` for products, ``"divided sum"`` for quotients, or ``"sum"``.
+    Additions, further sums and changes of the shape may follow the products or quotients.
+    """
     found = [entries]
     for node in found:
         name = _operator_name(node)
@@ -187,13 +201,13 @@ def _kind_of_sum(entries: Any) -> str:
 
 
 def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divided: bool) -> str:
-    """Return whether a multiple of a reduction is a mean over samples or a sum.
+    """Return ``"mean"`` or ``"sum"``: what a reduction over samples, times a factor, is.
 
     Args:
-        name: the reduction, such as ``"mean"``.
-        factors: the number that multiplies it on each replica.
-        sizes: the chunk sizes.
-        is_divided: whether an argument divides it.
+        name: the reduction, such as ``"mean"`` or ``"scaled sum"``.
+        factors: the factor of the reduction on each replica.
+        sizes: the number of samples of each replica.
+        is_divided: whether the reduction is also divided by an argument of the call.
 
     Raises:
         UnclearError: the factors differ between replicas, or may contain the number of samples.
@@ -216,7 +230,7 @@ def _divisor_of(node: Any) -> Any:
 
 
 def _multipliers(node: Any) -> Sequence[float]:
-    """Return the number by which an operator multiplies each input.
+    """Return the numbers by which an operator multiplies its inputs, one number for each input.
 
     Raises:
         UnclearError: the operator does more than add up its inputs or multiply them by numbers.
@@ -236,10 +250,10 @@ def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """Return a tensor or number that autograd saved.
+    """Return the tensor or number that an autograd node has saved under ``name``.
 
-    Return None if a checkpoint would have to recompute the value, or if the value was freed or
-    modified in place.
+    Return None if nothing was saved, if a hook (such as that of activation checkpointing) would
+    have to compute the value, or if the value was freed or modified in place.
     """
     with contextlib.suppress(RuntimeError):
         is_hooked = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
@@ -248,9 +262,11 @@ def _saved(node: Any, name: str) -> Any:
 
 
 def _is_number(saved: object) -> bool:
-    """Return whether a saved value is a Python number, which autograd may have made a tensor.
+    """Return whether a value saved by autograd was a Python number in the user's code.
 
-    Such a tensor does not determine the dtype of a result, and never has the smallest dtype.
+    Autograd may save such a number as a 0-dim tensor. This tensor is recognized by its dtype, which
+    is never the smallest one (half or int8) and does not determine the dtype of a result. So its
+    sum with a tensor of the smallest dtype would have the smallest dtype.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)
@@ -259,7 +275,7 @@ def _is_number(saved: object) -> bool:
 
 
 def are_equal(numbers: Sequence[float], rel_tol: float = 1e-9) -> bool:
-    """Return whether numbers differ by no more than rounding."""
+    """Return whether all numbers are equal, up to a relative error of ``rel_tol`` for rounding."""
     return all(math.isclose(number, numbers[0], rel_tol=rel_tol) for number in numbers)
 
 
@@ -268,12 +284,12 @@ def _is_one(numbers: Sequence[float]) -> bool:
 
 
 def _follow(counts: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether numbers of entries are in proportion to the chunk sizes."""
+    """Return whether ``counts``, one for each replica, are in proportion to the chunk sizes."""
     return [n * sizes[0] for n in counts] == [size * counts[0] for size in sizes]
 
 
 def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
-    """Return the shape of an output of the operator of a node.
+    """Return the shape of output ``number`` of the operator that belongs to an autograd node.
 
     Raises:
         UnclearError: the output is a jagged tensor, whose length is not a number.
@@ -300,10 +316,15 @@ def _dims_of(node: Any) -> Sequence[int]:
 
 
 def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -> str:
-    """Return how samples of a chunk are computed from each other, or "" if nothing shows it.
+    """Return how the result for a sample depends on other samples of its chunk, or "" if not.
+
+    The chunk is the part of the batch that a replica has. The result names an operator, such as
+    ``"Softmax runs along the samples of each chunk"``. It is "" if the shapes in the autograd
+    graphs show no such operator.
 
     Args:
-        outputs: for each output with a graph, its values on all replicas, or on some of them.
+        outputs: for each output with an autograd graph, the tensors that the replicas (or some of
+            them) have computed.
         sizes: the chunk sizes of these replicas, not all the same.
     """
     num_pairs = {*zip(*((n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes), strict=True)}
@@ -315,12 +336,13 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
         for edges, is_loss in stack:
             nodes = [node for node, _ in edges]
             node = nodes[0]
-            # Nodes that replicas share, such as those of parameters, hold no samples.
+            # Nodes that replicas share, such as those of parameters, do not belong to samples.
             if node in seen or node is nodes[-1] or len(set(map(type, nodes))) > 1:
                 continue
             seen.add(node)
             shapes = list(starmap(_shape_of, edges))
-            # Up to its reductions, which are joined, a loss has the same shapes on all replicas.
+            # From a loss back to its reductions, shapes are the same on all replicas. Operators in
+            # this part are skipped, since the losses are joined.
             is_alike = shapes.count(shapes[0]) == len(shapes)
             is_loss = is_loss and is_alike
             known = _inputs_with_graph(nodes)
@@ -345,6 +367,6 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
 
 
 def _axes(shapes: Iterable[Sequence[int]], sizes: Sequence[int]) -> list[int]:
-    """Return the dimensions whose lengths are in proportion to the chunk sizes."""
+    """Return the dimensions whose lengths on the replicas are in proportion to the chunk sizes."""
     lengths = enumerate(zip(*shapes, strict=False))
     return [axis for axis, own in lengths if own[0] and _follow(own, sizes)]

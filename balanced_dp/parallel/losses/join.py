@@ -1,4 +1,4 @@
-"""Join the 0-dim outputs of the replicas into the outputs of the batch.
+"""Join the 0-dim outputs of the replicas into the outputs for the whole batch.
 
 The loss l_i of chunk i is the sum of a mean m_i over the n_i samples of the chunk and of cross
 entropies c_ik with factors a_k. The cross entropy c_ik is a mean over t_ik targets. With
@@ -7,15 +7,18 @@ l_i = m_i + sum_k a_k c_ik (see ``graph``), the loss of the batch is
     loss = sum_i n_i m_i / sum_i n_i + sum_k a_k sum_i t_ik c_ik / sum_i t_ik.
 
 The values of the c_ik are known, so m_i is computed by subtracting the a_k c_ik from l_i. The m_i,
-and the c_ik, may also be sums, which are added up. If a loss contains anything else, this part is
-averaged with the n_i as weights, with one warning.
+and the c_ik, may also be sums, which are added up. Any other part of a loss is averaged with the
+n_i as weights, and one warning is issued.
 
-Otherwise, a masked mean is weighted by the sums of its masks. These are compared with the divisors,
-until a batch has entries of both kinds.
+An exception is the masked mean, ``(entries * mask).sum() / mask.sum()``, in a call with gradients.
+It is weighted by the sum of the mask on each replica. At first, the divisors are compared with
+these sums, to check that they are equal. This ends with a batch in which the masks select some
+entries, but not all of them.
 
-In a call without gradients, a cross entropy is joined by its counts, and any other output is joined
-as in the last call with gradients. Before the first call with gradients, the values show which
-outputs are multiples of a cross entropy.
+In a call without gradients, a cross entropy is weighted by the number of its targets. Any other
+output is joined as in the last call with gradients, except that a masked mean is averaged. Before
+the first call with gradients, the value of an output is compared with the values of cross
+entropies, to see whether it is a multiple of one of them.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ _REMEDY = (
 _NOT_SHOWN = "no call with gradients and the same arguments has shown how it is computed"
 
 Rows = Sequence[Sequence[Counted]]
-"""For each cross entropy of a call, the records of all replicas."""
+"""For each cross entropy of a call, its ``Counted`` record from each replica."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,13 +54,16 @@ class OutputHistory:
     """What earlier calls of a model have shown about its outputs.
 
     Attributes:
-        losses: by function and path of an output, the terms that it was the sum of in the last call
-            with gradients, and the form of that call: the number of its cross entropies and the
+        losses: what the last call with gradients has shown about each output. The key is the
+            function and the dotted path of the output. The value is the terms that add up to the
+            output, and the form of that call: the number of its cross entropies, and the dotted
             paths of its arguments.
-        masked: by function and path of an output, whether it is a masked mean, once this is known.
-        seen: functions whose graphs were searched, with an even or an uneven split; outputs that
-            were joined as numbers; and the subjects of earlier warnings, which are paths of inputs
-            and descriptions of outputs.
+        masked: whether an output is a masked mean, by the function and the dotted path of the
+            output. Outputs of which this is not yet known are missing.
+        seen: a set with three kinds of entries: each function whose autograd graph was searched,
+            together with whether the split was even; each output that was joined as a number; and
+            the subject of each warning, which is the path of an input or the description of an
+            output.
     """
 
     losses: dict[Any, tuple[Composition, Any]] = field(default_factory=dict)
@@ -70,7 +76,7 @@ class OutputHistory:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a function on all devices: its split, and how its 0-dim outputs are joined.
+    """One call of a function on several devices: its split, and how 0-dim outputs are joined.
 
     Attributes:
         history: the findings of earlier calls of the model.
@@ -79,11 +85,11 @@ class Call:
         chunk_sizes: how many samples each replica has; empty if the batch was not split.
         dim: the batch dimension.
         scalar_outputs: how 0-dim outputs are joined, as in ``BalancedDataParallel``. With
-            ``"auto"``, the graph is followed to the means and sums of losses.
-        loss_weight: a function that returns the weight of a replica's losses. If None, the graph
-            determines the weight.
-        arguments: the arguments of each replica.
-        counted: the cross entropies of each replica; empty if none are counted.
+            ``"auto"``, the autograd graph of each loss is followed to the means and sums in it.
+        loss_weight: a function that returns the weight of a replica's losses. If None, the autograd
+            graph determines the weight.
+        arguments: the arguments that each replica gets.
+        counted: the cross entropies that each replica has computed; empty if these are not counted.
     """
 
     history: OutputHistory
@@ -97,14 +103,14 @@ class Call:
     counted: Sequence[list[Counted]] = ()
 
     def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
-        """Return the value of the whole batch on ``device``. Differentiable.
+        """Return the value of a 0-dim output for the whole batch, from the replicas' values.
 
-        The weights come from ``loss_weight``, from the counts of a cross entropy, or from the
-        graph. If none of these gives weights, the weights are the chunk sizes, with a warning if
-        the graph was searched.
+        The result is differentiable. The weight of each replica comes from ``loss_weight``, from
+        the number of targets of a cross entropy, or from the autograd graph. If none of these gives
+        weights, the weights are the chunk sizes, and a warning is issued if the graph was searched.
 
         Args:
-            outputs: a 0-dim floating tensor of each replica.
+            outputs: the value of the output on each replica, a 0-dim floating-point tensor.
             name: the dotted path of the output.
             device: the device of the result.
         """
@@ -137,29 +143,33 @@ class Call:
         return total + joined(outputs, None if loss.kinds == {"sum"} else sizes, device)
 
     def _counts_of(self, outputs: Tensors, key: Any, device: torch.device) -> list[Tensor]:
-        """Return how many entries the mask of each masked mean selects; empty for other losses.
+        """Return how many entries the mask on each replica selects, if the output is a masked mean.
 
-        Calls wait for values up to the first one whose masks select some entries, but not all:
-        others do not show that the divisors are these numbers.
+        Return an empty list for other outputs. At first, calls read the divisors and the masks, and
+        wait for them, to check that each divisor is the number of selected entries. This ends with
+        the first call whose masks select some entries, but not all of them. Earlier calls do not
+        show that the two numbers are always equal.
         """
         found, known = [*map(masked_mean_of, outputs)], self.history.masked
         masks = [own[-1] for own in found if own]
         lengths = {*map(divmod, map(len, masks), self.chunk_sizes)}
         may_be = known.get(key, max(self.chunk_sizes) > 1)
-        # A factor that is broadcast over the samples is no mask of them.
+        # A factor that is broadcast over the samples is not a mask of samples.
         if not all(found) or not may_be or len(lengths) > 1 or lengths.pop()[1]:
             return []
         counts = torch.stack([mask.sum(dtype=torch.double).to(device) for mask in masks])
         if key not in known:
             is_partial = 0 < float(counts.sum()) < sum(map(Tensor.numel, masks))
             is_masked = all(_is_count(divisor, mask) for _, divisor, mask in found)
-            # In chunks of one size, a mask of features selects as many entries in each.
+            # In chunks of equal size, a mask of features selects as many entries in each chunk as
+            # in any other.
             is_alike = len({*self.chunk_sizes}) == len({*counts.tolist()}) == 1
             if not is_masked or (is_partial and not is_alike):
                 known[key] = is_masked
             if not is_masked or (is_partial and is_alike):
                 return []
-        # If all masks are empty, each loss is what the loss of the batch is: 0, or 0 / 0.
+        # If no mask selects an entry, the loss of each replica equals that of the batch, 0 or
+        # 0 / 0. So all weights may be 1.
         weights = [*counts.where(counts.any(), 1)]
         ignore_if_empty([node for node, *_ in found], weights)
         return weights
@@ -167,8 +177,8 @@ class Call:
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output of the first replica is a number, and not a row of one sample.
 
-        A tensor with one entry for several samples is a number. In later calls, the same output is
-        a number for one sample, too.
+        A 0-dim tensor, or a tensor with one entry for several samples, is a number. An output that
+        was joined as a number in an earlier call is a number for one sample, too.
         """
         is_of_several = max(self.chunk_sizes, default=0) > 1
         has_been = (self._code, name) in self.history.seen
@@ -192,17 +202,20 @@ class Call:
         return loss
 
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
-        """Find the cross entropy that the outputs are a multiple of. Wait for their values.
+        """Return the terms of an output that is a multiple of a cross entropy, found by its value.
 
-        The losses of transformers are such multiples, and a Trainer may evaluate before it trains.
-        In inference mode, only the value of an output shows that it is a cross entropy.
+        If the output is no such multiple, the ``Composition`` says that it is unclear. The search
+        waits for the values of the output and of the cross entropies. It is needed because the
+        losses of models in Hugging Face's transformers are such multiples, and a Trainer may
+        evaluate before it trains. In inference mode, only the value of an output shows that it is a
+        cross entropy.
         """
         numbers: list[Any] = [t for t in nested.tensors(self.arguments[0]) if t.numel() == 1]
         for place, own in enumerate(rows):
             pairs = [(float(o), float(one.value)) for o, one in zip(outputs, own, strict=True)]
             factor = next((output / value for output, value in pairs if value), 0.0)
-            # A summed cross entropy may be divided by a number that differs by chunk. The result is
-            # known only if this number is 1 or an argument.
+            # A summed cross entropy may be divided by a number that differs between the chunks. The
+            # value for the whole batch is known only if this number is 1 or an argument.
             by_argument = (are_equal([1, abs(factor * float(x))], 1e-6) for x in (1, *numbers))
             is_known = own[0].kind == "mean" or any(by_argument)
             if factor and is_known and all(are_equal([o, v * factor], 1e-6) for o, v in pairs):
@@ -210,14 +223,18 @@ class Call:
         return Composition(unclear=_NOT_SHOWN)
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
-        """Return the dotted path of the argument that the divisors are, or "" if they are none."""
+        """Return the dotted path of the argument that ``divisors`` are, or "" if there is none.
+
+        Args:
+            divisors: the tensor by which each replica divides.
+        """
         rows = zip(*map(nested.leaves, self.arguments), strict=False)
         same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
         return next(same, "")
 
     @functools.cached_property
     def _given_weights(self) -> list[Any]:
-        """What ``loss_weight`` returns for each replica; empty without it."""
+        """What ``loss_weight`` returns for each replica; empty if ``loss_weight`` is None."""
         if self.loss_weight is None:
             return []
         return [weight_of_chunk(self.loss_weight, self.function, own) for own in self.arguments]
@@ -225,8 +242,13 @@ class Call:
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
         """Warn once that an output, or the whole result, may differ from that of the whole batch.
 
-        A warning in a call without gradients, which may have another reason, does not prevent a
-        second warning in a call with gradients.
+        After a warning in a call without gradients, there may be a second warning about the same
+        output in a call with gradients, because the reason may be another one.
+
+        Args:
+            path: the dotted path of the output; None means the whole result.
+            reason: why the output may differ.
+            remedy: what the user may do about it.
         """
         what = "the result" if path is None else f"output {path or '(the whole)'}"
         what = f"{what} of {nested.described(self.function)}"
@@ -239,9 +261,11 @@ class Call:
             )
 
     def with_joined_losses(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
-        """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
+        """Return the outputs of the replicas, each loss replaced by the loss of the whole batch.
 
-        The value is computed on ``device`` and copied to each replica's device.
+        A loss is an output that is a floating-point (or complex) number. Its value for the whole
+        batch is computed on ``device``, and copied to the device of each replica. Without
+        ``scalar_outputs="auto"``, the outputs are returned as they are.
         """
         if self.scalar_outputs != "auto" or len(outputs) < 2:
             return outputs
@@ -258,10 +282,11 @@ class Call:
         ]
 
     def look_for_mixing(self, outputs: Sequence[Any]) -> None:
-        """Warn if samples of a chunk are computed from each other.
+        """Warn if the result for a sample is computed from other samples of the same chunk.
 
-        The graphs are searched once for chunks of different sizes, and once for chunks of equal
-        size. With equal sizes, only a cross entropy whose targets are row numbers shows it.
+        The search is done once for chunks of different sizes, and once for chunks of equal size.
+        With different sizes, the autograd graphs are searched. With equal sizes, only a cross
+        entropy whose targets are the row numbers, as in a contrastive loss, leads to a warning.
         """
         sizes, is_even = self.chunk_sizes, len({*self.chunk_sizes}) < 2
         key = self._code, is_even
@@ -286,24 +311,31 @@ class Call:
 
     @property
     def _code(self) -> Any:
-        """A key of the function: its code object, which is the same after a redefinition."""
+        """A key for the function: its code object, which stays the same if it is defined again."""
         function = inspect.unwrap(self.function)
         return getattr(function, "__code__", id(function))
 
 
 def has_means(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a tensor of a dtype that has means, as losses are."""
+    """Return whether ``value`` is a floating-point or complex tensor, so that it has a mean."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _is_count(divisor: Tensor, mask: Tensor) -> bool:
-    """Return whether a divisor counts what a mask of 0 and 1 selects; true if that is nothing."""
+    """Return whether ``divisor`` is the number of entries that ``mask`` selects.
+
+    Return False if the mask has other values than 0 and 1. If it selects no entry, any divisor is
+    accepted.
+    """
     count = mask.sum(dtype=torch.double)
     is_close = (divisor.double() - count.to(divisor.dtype)).abs().max() < 1e-5
     return torch.equal(mask * mask, mask) and bool(is_close | (count == 0))
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
-    """Return whether tensors of one entry share memory. Reading values would wait for a device."""
+    """Return whether ``divisor`` and ``argument`` are tensors of one entry with the same memory.
+
+    Their values are not compared, because reading them would wait for a device.
+    """
     are_tensors = isinstance(divisor, Tensor) and isinstance(argument, Tensor)
     return are_tensors and argument.numel() == 1 and memory_of(divisor) == memory_of(argument)

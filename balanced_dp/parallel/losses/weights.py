@@ -1,4 +1,4 @@
-"""Weights that the caller gives, and sums and weighted means of tensors on several devices."""
+"""Add up or average tensors of several replicas, and get weights from a ``loss_weight``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ def joined(tensors: Tensors, weights: Sequence[Any] | None, device: torch.device
     """Return the sum or the weighted mean of 0-dim tensors, on ``device``.
 
     Args:
-        tensors: a mean or a sum over each chunk. A mean whose weight is 0 is ignored, even if the
-            mean is 0 / 0. If all weights are 0, the result is NaN.
-        weights: the weight of each mean, a number or a 0-dim tensor. The value of a tensor is not
-            read, since that would wait for its device. If None, the tensors are added up.
+        tensors: a mean or a sum over each replica's part of the batch. A mean whose weight is 0 is
+            ignored, even if the mean is 0 / 0. If all weights are 0, the result is NaN.
+        weights: the weight of each mean, a number or a 0-dim tensor. The host does not read the
+            value of a tensor, since it would have to wait for the device. If None, the tensors are
+            added up.
         device: the device of the result.
     """
     if weights is None:
         return functools.reduce(torch.add, moved(tensors, device))
     means = torch.stack(moved(tensors, device))
-    # torch.full is used because other functions copy numbers from the host, and wait.
+    # torch.full is used because other functions copy numbers from the host, and wait for the copy.
     numbers = (w if isinstance(w, Tensor) else torch.full((), w, device=device) for w in weights)
     totals = torch.stack([number.to(device) for number in numbers]).double()
     totals = totals.where(totals.sum() != 0, math.nan)
@@ -45,19 +46,21 @@ def joined(tensors: Tensors, weights: Sequence[Any] | None, device: torch.device
 
 
 def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
-    """Return the tensors on ``device``."""
+    """Return the tensors, each copied to ``device`` unless it is there already."""
     there = [tensor.to(device) for tensor in tensors]
     for before, after in zip(tensors, there, strict=True):
         if after is not before and after.grad_fn is not None:
-            run_at_once(after.grad_fn)  # or backward of other replicas would wait for the first
+            # Otherwise, the backward of other replicas would wait for that of the first one.
+            run_at_once(after.grad_fn)
     return there
 
 
 def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
-    """Check the arguments ``scalar_outputs`` and ``loss_weight``.
+    """Raise an error if ``scalar_outputs`` or ``loss_weight`` is invalid.
 
     Raises:
-        ArgumentError: ``scalar_outputs`` is none of ``ScalarOutputs``, or both arguments are given.
+        ArgumentError: ``scalar_outputs`` is not one of the values of ``ScalarOutputs``, or
+            ``loss_weight`` is given although ``scalar_outputs`` is not ``"auto"``.
         ArgumentTypeError: ``loss_weight`` is neither a function nor None.
     """
     kinds = get_args(ScalarOutputs)
@@ -72,16 +75,19 @@ def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
 def weight_of_chunk(
     loss_weight: Callable[..., Any], function: Callable[..., Any], arguments: Arguments
 ) -> Any:
-    """Return the weight of a chunk: a number, a 0-dim tensor, or a dictionary of these.
+    """Return the weight that ``loss_weight`` gives to the losses of one chunk of the batch.
+
+    The weight is a number, a 0-dim tensor, or a dictionary of these by output name.
 
     Args:
-        loss_weight: the function that returns the weight. It is called with the arguments of
-            ``function`` that have the names of its own parameters.
+        loss_weight: the function that returns the weight. Each of its parameters gets the argument
+            of ``function`` that has the name of this parameter.
         function: the function that computes the losses.
         arguments: the arguments of ``function`` for the chunk.
 
     Raises:
-        ArgumentError: the call lacks an argument, or the result is not a number of at least 0.
+        ArgumentError: the call of ``function`` lacks an argument that ``loss_weight`` needs, or a
+            weight is not a number of at least 0.
     """
     named = dict(named_arguments(function, arguments))
     names = [n for n, p in parameters(loss_weight).items() if n in named or p.default is p.empty]
@@ -98,7 +104,10 @@ def weight_of_chunk(
 
 
 def _checked(weight: Any) -> float | Tensor:
-    """Return a weight after a check. A tensor's value is not read: that would wait for a device."""
+    """Return a weight as a float or a 0-dim tensor, after checking that it is valid.
+
+    Whether a tensor is at least 0 is not checked, since reading its value would wait for a device.
+    """
     if isinstance(weight, Tensor) and weight.numel() == 1:
         return weight.detach().reshape(())
     if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
