@@ -1,4 +1,4 @@
-"""The names that ``balanced_dp`` offers."""
+"""The public names of ``balanced_dp``."""
 
 from .emulation import emulate_devices as emulate_devices
 from .emulation.fallback import training_devices as training_devices

@@ -1,4 +1,4 @@
-"""The devices that arguments such as ``device_ids`` refer to, and their streams."""
+"""Convert arguments such as ``device_ids`` to ``torch.device`` objects, and give their streams."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Device = int | str | torch.device
 
 
 def default_device_type() -> str | None:
-    """Return the type of the devices that ints refer to, or None if there are no such devices.
+    """Return the type, such as ``"cuda"``, of devices that are given as ints; None without any.
 
-    Inside ``emulate_devices``, it is the type of the emulated devices. Elsewhere, it is the type of
-    the accelerator.
+    Inside ``emulate_devices``, this is the type of the emulated devices. Elsewhere, it is the type
+    of torch's accelerator. The result is None if there is no accelerator, and for MPS, which has a
+    single device.
     """
     if has_machine():
         return current_machine().device_type
@@ -28,7 +29,10 @@ def default_device_type() -> str | None:
 
 
 def resolve_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
-    """Return the devices of ``device_ids``. None means all devices of the default type.
+    """Return a ``torch.device`` for each entry of ``device_ids``.
+
+    If ``device_ids`` is None, return all devices of the type that ``default_device_type`` returns,
+    or an empty list if that is None.
 
     Raises:
         ArgumentError: ``device_ids`` is empty, or a device does not exist.
@@ -48,7 +52,10 @@ def resolve_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
 
 
 def resolve_device(device_id: Device) -> torch.device:
-    """Return the device of ``device_id``. An int is the index of a device of the default type.
+    """Return the ``torch.device`` that ``device_id`` refers to.
+
+    An int is the index of a device of the type that ``default_device_type`` returns. A string
+    without an index, such as ``"cuda"``, refers to the current device of that type.
 
     Raises:
         ArgumentError: the device does not exist.
@@ -77,11 +84,17 @@ def resolve_device(device_id: Device) -> torch.device:
 
 
 CUDA_LIKE = {"cuda"}
-"""Device types with CUDA's streams, allocator and communicators; tests add a stand-in."""
+"""Device types that have CUDA's streams, memory allocator and NCCL communicators.
+
+Tests add the type of a stand-in for CUDA devices.
+"""
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Return whether the device has CUDA's streams, allocator and communicators."""
+    """Return whether ``device`` has CUDA's streams, memory allocator and NCCL communicators.
+
+    Emulated devices have none of these, even if their type is ``"cuda"``.
+    """
     return device.type in CUDA_LIKE and not is_emulated(device)
 
 
@@ -89,15 +102,21 @@ _streams: dict[tuple[torch.device, torch.device | str], torch.Stream] = {}
 
 
 def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stream:
-    """Return the stream of a CUDA device for a purpose. All threads get the same stream.
+    """Return the stream of a CUDA device that is reserved for the work named by ``purpose``.
+
+    The stream is created at the first call. All threads get the same stream for the same arguments.
 
     Args:
-        device: the device.
-        purpose: ``"weights"`` for copies of weights only; ``"copies"`` for inputs that arrive and
-            gradients that leave; another device for the gradients that arrive from that device; or
-            ``device`` itself for adding up the gradients that have arrived. Each pair of devices
-            has a stream of its own. A copy waits for its streams on both devices, so devices
-            that send to several others would take turns if these copies shared one stream.
+        device: the device of the stream.
+        purpose: the kind of work that is launched on the stream:
+
+            - ``"weights"``: copies of weights to or from ``device``.
+            - ``"copies"``: copies of inputs to ``device``, and of gradients from ``device``.
+            - another device: copies of gradients from that device to ``device``. Each pair of
+              devices has a stream for this. A copy waits for its streams on both devices. So if
+              all these copies shared one stream, devices that send to several others would take
+              turns.
+            - ``device`` itself: the addition of the gradients that have arrived.
     """
     if (device, purpose) not in _streams:  # setdefault: two threads may make one at the same time
         _streams.setdefault((device, purpose), torch.get_device_module(device).Stream(device))
@@ -105,10 +124,13 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether the device has a current stream per thread."""
+    """Return whether ``device`` has streams, one of which is current in each thread."""
     return device.type != "cpu" and hasattr(torch.get_device_module(device), "stream")
 
 
 def on_stream(stream: torch.Stream) -> Any:
-    """Return a context manager that makes ``stream`` current. torch does not annotate its type."""
+    """Return a context manager that makes ``stream`` the current stream of its device.
+
+    The return type is ``Any``, because torch does not annotate the type of the context manager.
+    """
     return torch.get_device_module(stream.device).stream(stream)

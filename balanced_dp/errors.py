@@ -24,45 +24,62 @@ class ArgumentTypeError(BalancedDataParallelError, TypeError):
 
 
 class ScatterError(BalancedDataParallelError, ValueError):
-    """An input cannot be split into chunks; the message names its path and its shape."""
+    """An input of the model cannot be split over the devices.
+
+    The message names the input by its path in the arguments, and gives its shape.
+    """
 
 
 class GatherError(BalancedDataParallelError, TypeError):
-    """The replicas' outputs cannot be gathered; the message names the path of the output."""
+    """The replicas' outputs cannot be joined to the output of the whole batch.
+
+    The message names the part of the output that cannot be joined by its path in the output.
+    """
 
 
 class EmulationError(BalancedDataParallelError, RuntimeError):
-    """An emulated device does not exist, or does not support the operation."""
+    """An emulated device does not exist, or does not support an operation that was called."""
 
 
 class SymbolicValueError(EmulationError):
-    """A value was read that ``emulate_devices(symbolic=True)`` does not compute."""
+    """A tensor's value was read, but ``emulate_devices(symbolic=True)`` does not compute it."""
 
 
 class ProbeError(BalancedDataParallelError, RuntimeError):
-    """Memory cannot be measured; the message says why."""
+    """The memory of a device cannot be measured; the message says why."""
 
 
 class InfeasiblePlanError(BalancedDataParallelError, ValueError):
-    """No ``gpu0_bsz`` makes the batch fit; the message says how much each device lacks."""
+    """No ``gpu0_bsz`` lets the batch fit in memory; the message says how much each device lacks."""
 
 
 class ReportError(BalancedDataParallelError, ValueError):
-    """A file is not a report that this version can read; the message says why."""
+    """A file is not a ``Report`` that this version of balanced_dp reads; the message says why."""
 
 
 class BalanceWarning(UserWarning):
-    """A split or save has no effect, or a result may differ from the whole batch's."""
+    """A split or a save has no effect, or a result may differ from that of the whole batch.
+
+    For example, ``gpu0_bsz`` is not below the even share of the batch, or ``torch.save`` is called
+    with ``emulate_devices(symbolic=True)``, where tensors have no values to save.
+    """
 
 
 def warn(message: str) -> None:
-    """Issue a ``BalanceWarning`` for the innermost line outside of torch and balanced_dp."""
+    """Issue a ``BalanceWarning`` for the line of the program that called into balanced_dp.
+
+    This is the innermost line of the call stack that is outside torch and balanced_dp.
+    """
     level, _ = calling_frame()
     warnings.warn(message, BalanceWarning, stacklevel=level)
 
 
 def calling_frame() -> tuple[int, FrameType]:
-    """Return the stack level and the frame of the innermost call outside torch and balanced_dp."""
+    """Return ``(level, frame)`` of the innermost call outside torch, contextlib and balanced_dp.
+
+    ``level`` is the ``stacklevel`` with which the function that calls this one can issue a warning
+    for the line of ``frame``.
+    """
     internal = ("torch", "contextlib", __package__)
     level, frame = 1, sys._getframe(1)
     while frame.f_globals.get("__name__", "").split(".")[0] in internal and frame.f_back:
@@ -71,7 +88,10 @@ def calling_frame() -> tuple[int, FrameType]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add ``note`` to the traceback of ``error``."""
+    """Add ``note`` to ``error``, so that a traceback shows it below the error's message.
+
+    In Python 3.10, exceptions have no notes. There, ``note`` becomes part of the message.
+    """
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:  # Python 3.10

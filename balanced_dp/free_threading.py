@@ -1,4 +1,4 @@
-"""What differs in free-threaded builds of Python."""
+"""Support for free-threaded builds of Python, which can run without the GIL."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import sysconfig
 import threading
 
 looking_at_nodes = threading.RLock()
-"""A lock to hold while reading nodes of an autograd graph.
+"""A lock that a thread must hold while it reads nodes of an autograd graph.
 
-Threads share the nodes of parameters. torch creates and frees the Python object of a node as if
-the GIL were held, so another thread could get an object that is being freed.
+All threads share the nodes that accumulate the gradients of parameters. torch creates and frees the
+Python object of such a node as if the GIL were held. So without the GIL and without this lock, one
+thread could get an object that another thread is freeing.
 
 Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, torch 2.12.
 """
@@ -18,6 +19,7 @@ Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, t
 def is_free_threaded_build() -> bool:
     """Return whether this is a free-threaded build of Python, even if its GIL is enabled.
 
-    With or without the GIL, such a build counts references separately for each thread.
+    Such a build counts the references to an object separately for each thread, even if the GIL is
+    enabled.
     """
     return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))

@@ -1,9 +1,13 @@
-"""Search for the split that minimizes the utilization of the fullest device. Does not need torch.
+"""Search for the split of a batch with which the fullest device is least full.
 
-The result is always a measured split, never a prediction. The memory of a device grows with its
-samples, so each search looks for the largest integer that stays within a limit. ``Search.find``
-narrows down the range of this integer. A line through two measurements only determines what to
-measure next.
+A split is the chunk size of each device. The utilization of a device is its peak memory divided by
+its budget, and the fullest device is the one with the highest utilization. This file does not need
+torch.
+
+The result is always a measured split, never a prediction. The memory of a device grows with the
+number of its samples. So each search looks for the largest integer, such as a ``gpu0_bsz``, with
+which a measured quantity stays within a limit. ``Search.find`` narrows down the range of this
+integer. A line through two measurements only determines which integer to measure next.
 """
 
 from __future__ import annotations
@@ -19,49 +23,61 @@ from typing import Any
 from .split import EQUAL, even_share, split_batch
 
 MAX_SPLITS = 6
-"""The most splits that are tried in a training loop, and in a search for weights."""
+"""The most splits that are tried in a training loop, or in a search for ``device_weights``."""
 
 _BISECTED = range(10, 2**16, 2)
-"""The numbers of measurements after which a search bisects, as lines may converge slowly."""
+"""The numbers of measurements after which a search halves the range that is left.
+
+After other numbers of measurements, the search follows a line, which may converge slowly.
+"""
 
 _NUM_COMPARED = 3
-"""How many iterations of each split to compare if the peaks of a split vary."""
+"""The number of iterations of each split that are compared if the peaks of a split vary."""
 
 VARIES = 0.01
-"""Peaks vary if they differ by more than this fraction. Gradient buckets change them by less."""
+"""The peaks of a split vary if they differ by more than this fraction.
+
+The buckets in which gradients are copied change the peaks by less.
+"""
 
 _ROUNDING = 1e-6
-"""Added to a guess, since rounding errors may lower it."""
+"""Added to the guess of an integer, because rounding errors may put it just below the integer."""
 
 Split = tuple[int, ...]
-"""The chunk sizes of a batch."""
+"""The chunk size of each device, in the order of the devices."""
 
 _Iteration = tuple[Sequence[float], Any]
-"""The peaks of an iteration, and the caller's record of it."""
+"""The peak bytes of each device in a training iteration, and the caller's record of it."""
 
 
 def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
-    """Return the fraction of its budget that each device holds."""
+    """Return the utilization of each device: its peak divided by its budget, both in bytes."""
     return [peak / budget for peak, budget in zip(peaks, budgets, strict=True)]
 
 
 @dataclass
 class Search:
-    """A search for the best ``gpu0_bsz`` of a batch.
+    """A search for the ``gpu0_bsz`` with which the fullest device is least full.
 
-    Each sample moved to device 0 raises its utilization and lowers that of the others. So the
-    highest utilization is lowest where device 0 is as full as the fullest other device. The search
-    ends at two adjacent values: device 0 is the fullest device with the larger value, but not with
-    the smaller one. Of equally good values the largest is best, because it is the fastest.
+    The caller measures the split that ``next`` returns, passes the peaks to ``tell``, and repeats
+    this until ``next`` returns None. In this class, a value is a ``gpu0_bsz``.
+
+    Each sample that is moved to device 0 raises the utilization (peak memory divided by budget) of
+    device 0 and lowers that of the other devices. So the highest utilization is lowest where
+    device 0 is as full as the fullest of the other devices. The search ends at two adjacent values:
+    device 0 is the fullest device with the larger value, but not with the smaller value. Of
+    equally good values, the largest is best, because it is the fastest.
 
     Attributes:
-        batch_size: samples in the whole batch.
+        batch_size: the number of samples in the whole batch.
         budgets: the bytes that each device may hold.
-        smallest: the smallest chunk that a replica can train on.
-        is_careful: whether to skip a split if a device could run out of memory. This
-            assumes that a device's memory grows at most in proportion to its samples.
-        for_speed: whether to also find the largest value that fits.
-        told: the utilization of each device by split; infinity where memory ran out.
+        smallest: the smallest number of samples that a replica can train on.
+        is_careful: whether to skip a split with which a device could run out of memory. This
+            assumes that a device's memory grows at most in proportion to the number of its samples.
+        for_speed: whether to also find the largest value with which device 0 stays within its
+            budget.
+        told: a dict from each measured split to the utilization of each device, which is infinity
+            if the device ran out of memory.
     """
 
     batch_size: int
@@ -73,15 +89,20 @@ class Search:
 
     @property
     def even(self) -> int:
-        """The value of the even split."""
+        """The ``gpu0_bsz`` of the even split."""
         return even_share(self.batch_size, len(self.budgets))
 
     def split(self, value: int) -> Split:
-        """Return the chunk sizes for a value."""
+        """Return the chunk size of each device if ``gpu0_bsz`` is ``value``."""
         return split_batch(self.batch_size, len(self.budgets), value)
 
     def tell(self, split: Split, peaks: Sequence[float]) -> None:
-        """Record the peaks of a split, ``math.inf`` for a device that ran out of memory."""
+        """Record the measured peaks of a split.
+
+        Args:
+            split: the chunk size of each device.
+            peaks: the peak bytes of each device; ``math.inf`` for a device that ran out of memory.
+        """
         self.told[split] = utilizations(peaks, self.budgets)
 
     def next(self) -> Split | None:
@@ -90,34 +111,49 @@ class Search:
 
     @property
     def best(self) -> int | None:
-        """The value with the lowest utilization; of equals, the largest. None if no split ran."""
+        """The measured ``gpu0_bsz`` with which the fullest device is least full.
+
+        Of equally good values, it is the largest. It is None if no split has fitted
+        in memory.
+        """
         ran = {value: max(full) for value, full in self._ran().items()}
         limit = min(ran.values(), default=0.0) * (1 + EQUAL)
         return max((value for value, full in ran.items() if full <= limit), default=None)
 
     def allows(self, split: Split) -> bool:
-        """Return whether all replicas can train on their chunks and no device should run out."""
+        """Return whether the search may measure ``split``.
+
+        Each chunk must be empty or have at least ``smallest`` samples. If ``is_careful`` is True,
+        no device should run out of memory, as far as the measured splits tell.
+        """
         ran = self._ran() if self.is_careful else {}
-        # Between values that ran, no device holds more than it has held. Beyond them, the memory of
-        # a device grows at most in proportion to its samples. The memory of a device that had no
-        # samples tells nothing about samples.
+        # Between two values that ran, no device holds more than it held with one of the two. Beyond
+        # all values that ran, the memory of a device grows at most in proportion to its samples.
+        # The memory of a device without samples does not tell how much memory a sample takes.
         end = min(max(split[0], min(ran, default=0)), max(ran, default=0))
         chunks = zip(ran.get(end, ()), self.split(end), split, strict=False)
         is_safe = all(full * new <= old > 0 for full, old, new in chunks if new > old)
         return is_safe and not any(0 < chunk < self.smallest for chunk in split)
 
     def _values(self) -> dict[int, list[float]]:
-        """Return the known utilizations of the devices by value of ``gpu0_bsz``."""
+        """Return a dict from each measured ``gpu0_bsz`` to the utilization of each device.
+
+        Measured splits that do not result from a ``gpu0_bsz`` are left out.
+        """
         return {s[0]: full for s, full in self.told.items() if s == self.split(s[0])}
 
     def _ran(self) -> dict[int, list[float]]:
         return {value: full for value, full in self._values().items() if max(full) < math.inf}
 
     def _over(self) -> dict[int, float]:
-        """Return, by value, how much fuller device 0 is than the fullest other device."""
+        """Return a dict from each measured ``gpu0_bsz`` to the excess of device 0 over the others.
+
+        The excess is the utilization of device 0 minus the highest utilization of the others.
+        """
         over = {value: full[0] - max(full[1:]) for value, full in self._values().items()}
-        # In the even split, the last device gets the remainder. So if budgets differ, the other
-        # devices may be less full when device 0 has one sample less.
+        # In the even split, the last device gets the remainder, which may be small. So if budgets
+        # differ, moving one sample away from device 0 may make the fullest of the other devices
+        # less full. With a positive excess here, the search also tries values below the even split.
         if self.even in over and len(set(self.budgets)) > 1:
             over[self.even] = max(over[self.even], EQUAL)
         return over
@@ -128,7 +164,7 @@ class Search:
             yield self.split(self.even)
         values = range(self.even + 1)
         value, full = max(self._ran().items(), default=(0, [0.0, 0.0]))
-        # An upper bound of the memory of a sample, as if the device held nothing but samples.
+        # An upper bound of the utilization per sample, as if devices held nothing but samples.
         a_sample = max(full[1:]) / max(1, *self.split(value)[1:])
         slope = a_sample * (1 + 1 / (len(self.budgets) - 1))
         yield from self.find(self._over(), values, self.split, slope)
@@ -148,25 +184,30 @@ class Search:
         bends_up: bool = False,
         start: int = 1,
     ) -> Generator[Split, None, int]:
-        """Search for the largest number within a limit.
+        """Search for the largest number with which a measured quantity stays within a limit.
 
         Args:
-            over: by number, the excess over the limit, which grows with the number. An excess of at
-                most 0 is within the limit; infinity means that the excess is unknown.
-            numbers: the numbers in ascending order.
-            split_of: returns the split of a number.
-            slope: the assumed increase of the excess per number, until there are two measurements.
-                None means that of the line from (0, -1) to the measurement, an upper bound.
-            close: the result may be too small by at most one part in ``close``.
-            bends_up: whether the excess is convex. If it is, beyond two measurements it lies above
-                the line through them, so no number beyond the zero of the line is measured.
-            start: the number to begin with.
+            over: a dict from each measured number to the excess of the quantity over the limit. The
+                excess grows with the number. A number is within the limit if its excess is at most
+                0. If the excess is infinite, only its sign is known.
+            numbers: the numbers to search, in ascending order.
+            split_of: a function that returns the split to measure for a number.
+            slope: the increase of the excess from one number to the next that is assumed until two
+                numbers have been measured. None means the slope of the line from (0, -1) to the
+                first measurement, which is an upper bound.
+            close: the result may be too small by at most ``result // close``. By default, it is
+                exact.
+            bends_up: whether the excess is a convex function of the number. If it is, then beyond
+                two measured numbers the excess lies above the line through their excesses. So no
+                number beyond the zero of this line is measured.
+            start: the number to measure first.
 
         Yields:
-            The split to measure next, unless the search is over.
+            Splits, of which only the first is valid: it is to be measured next. If nothing is
+            yielded, the search is over.
 
         Returns:
-            The largest number within the limit so far, or 0.
+            The largest measured number within the limit, or 0 if there is none.
         """
         low = max((number for number, y in over.items() if y <= 0), default=-1)
         high = min((number for number in over if number > low), default=math.inf)
@@ -176,20 +217,21 @@ class Search:
         inside, beyond = [n for n in known if n <= low][-2:], [n for n in known if n > low][:2]
 
         def rise(x: int, before: int | None = None) -> float:
-            """Return the slope of the line through one or two measurements."""
+            """Return the slope of the line through two measurements, or the assumed one for one."""
             if before is not None:
                 return (over[x] - over[before]) / (x - before)
             return (over[x] + 1) / max(x, 1) if slope is None else slope
 
         def zero(*points: int) -> float:
-            """Return where the line through one or two measurements reaches the limit."""
+            """Return the number where the line through one or two measurements meets the limit."""
             x, by = points[0], rise(*points)
             return x - over[x] / by + _ROUNDING if by > 0 else 2.0 * max(low, 1)
 
         is_over = bends_up and left and len(inside) > 1 and zero(*inside) < left[0]
         points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
         guess = zero(*points) if points else math.inf if over else start
-        # Across a bend, the line through two points reaches zero next to the lower one.
+        # If the excess bends up between two points, the line through them reaches zero close to the
+        # lower point.
         if inside[1:] and beyond and 2 * rise(*inside) < rise(inside[1], beyond[0]):
             guess = zero(*beyond) if beyond[1:] else high
         if high < math.inf and (guess >= high or len(over) in _BISECTED):
@@ -206,23 +248,29 @@ def _peak(iteration: _Iteration) -> float:
 
 
 class LoopSearch:
-    """A search that follows the iterations of a training loop, whatever their batches.
+    """A search for the best ``gpu0_bsz`` during a training loop, whose batches may differ in size.
 
-    The iteration with the largest batch decides, because it fills the devices most. In batches of
-    other sizes, device 0 gets the same share.
+    Only iterations with the largest batch so far are compared, because these fill the devices most.
+    In batches of other sizes, device 0 gets the same share of the batch.
 
     Args:
         budgets: the bytes that each device may hold.
-        is_careful: as for ``Search``.
-        compares: whether all splits are reported at the end, not only the best one. If so, the
-            search also looks for the largest value that fits. It then compares splits over equal
-            numbers of iterations, since the highest peak of many iterations exceeds that of a few.
+        is_careful: whether to skip a split with which a device could run out of memory, as for
+            ``Search``.
+        compares: whether the caller reports all measured splits at the end, not only the best one.
+            If so, the search also looks for the largest ``gpu0_bsz`` that fits. It then compares
+            splits over equal numbers of iterations, since the highest peak of many iterations
+            exceeds that of a few.
 
     Attributes:
-        search: the search for the largest batch so far, empty before the first iteration.
-        highest: by split, the peaks and the record of the compared iteration with the highest peak.
-        accumulates: whether the compared iterations have added to existing gradients.
-        is_over: whether the value is final, unless memory runs out.
+        search: the ``Search`` for the largest batch so far. Before the first iteration, its
+            ``batch_size`` is 0.
+        highest: a dict from each split to the peaks and the record of one iteration. Of the
+            compared iterations with this split, it is the one with the highest peak.
+        accumulates: whether the largest batch of the compared iterations has added to existing
+            gradients (gradient accumulation).
+        is_over: whether the search is over, so that ``gpu0_bsz`` is final. Further calls of
+            ``tell`` or ``ran_out`` may reopen the search.
     """
 
     def __init__(self, budgets: Sequence[int], *, is_careful: bool, compares: bool = False) -> None:
@@ -234,7 +282,7 @@ class LoopSearch:
         self._iterations: dict[Split, list[_Iteration]] = {}
 
     def split(self, batch_size: int) -> Split:
-        """Return the chunk sizes of a batch."""
+        """Return the chunk size of each device for a batch of ``batch_size`` samples."""
         value = math.ceil(self._share * batch_size)
         value = max(value, self.search.smallest) if value else 0
         return split_batch(batch_size, len(self.search.budgets), value)
@@ -242,13 +290,16 @@ class LoopSearch:
     def tell(
         self, split: Split, peaks: Sequence[float], accumulates: bool = False, record: Any = None
     ) -> None:
-        """Record an iteration. It counts unless an earlier one was larger.
+        """Record the peaks of an iteration, unless an earlier iteration was larger.
+
+        Of two iterations, the one whose largest batch has more samples is larger. If these are
+        equally many, it is the one whose largest batch has added to existing gradients.
 
         Args:
-            split: the chunk sizes of the iteration's largest batch.
-            peaks: the peak of each device.
-            accumulates: whether that batch has added to existing gradients.
-            record: the caller's record of the iteration.
+            split: the chunk size of each device for the iteration's largest batch.
+            peaks: the peak bytes of each device during the iteration.
+            accumulates: whether the largest batch has added to existing gradients.
+            record: the caller's record of the iteration, which is kept in ``highest``.
         """
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self.accumulates)
         if iteration < largest:
@@ -270,12 +321,17 @@ class LoopSearch:
         self._use(self.search.best if following is None else following[0])
 
     def _varies(self) -> bool:
-        """Return whether the peaks of a split vary."""
+        """Return whether there is a split whose highest peaks vary from iteration to iteration."""
         peaks = [[*map(_peak, found)] for found in self._iterations.values()]
         return any(max(of_split) > min(of_split) * (1 + VARIES) for of_split in peaks)
 
     def ran_out(self, batch_size: int, index: int) -> bool:
-        """Record that a device ran out of memory; return whether the batch's split changed."""
+        """Record that a device ran out of memory; return whether the batch is now split otherwise.
+
+        Args:
+            batch_size: the number of samples in the batch with which memory ran out.
+            index: the index of the device that ran out of memory.
+        """
         split = self.split(batch_size)
         if self.search.batch_size != batch_size:
             self._begin(batch_size, False)
@@ -290,7 +346,10 @@ class LoopSearch:
         return self.split(batch_size) != split
 
     def _begin(self, batch_size: int, accumulates: bool) -> None:
-        """Begin the search for a batch size. Keep its values that ran out of memory."""
+        """Begin a new search for batches of ``batch_size`` samples.
+
+        Of the measured splits, only those of this size that ran out of memory are kept.
+        """
         before, self.accumulates = self.search, accumulates
         self._iterations, self.highest = {}, {}
         same = ((s, full) for s, full in before.told.items() if sum(s) == batch_size)
@@ -298,13 +357,21 @@ class LoopSearch:
         self.search = replace(before, batch_size=batch_size, told=out)
 
     def _use(self, value: int | None) -> None:
-        """Use a value from the next batch on."""
+        """Set the ``gpu0_bsz`` of the batches that follow to ``value``, unless it is None.
+
+        The value is for a batch of the size that is searched for. Device 0 gets the same share of
+        batches of other sizes.
+        """
         batch_size = self.search.batch_size
         if value is not None and value != self.split(batch_size)[0]:
             self._share = Fraction(value, batch_size)
 
     def state_dict(self, batch_size: int) -> dict[str, Any]:
-        """Return the value for a batch, and whether the value is final, as numbers and lists."""
+        """Return the state of the search for a checkpoint, as a dict of numbers and lists.
+
+        It contains the ``gpu0_bsz`` for a batch of ``batch_size`` samples, whether this value is
+        final, and the budgets of the devices.
+        """
         return {
             "batch_size": batch_size,
             "gpu0_bsz": self.split(batch_size)[0],
@@ -313,9 +380,10 @@ class LoopSearch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start with the value of another search, if that had the same number of devices.
+        """Start with the ``gpu0_bsz`` of another search, whose ``state_dict`` is ``state``.
 
-        The value is final if that search was over and its capacities were the same.
+        If the other search had another number of devices, nothing changes. The ``gpu0_bsz`` is
+        final if the other search was over and had the same budgets.
         """
         capacities = list(self.search.budgets)
         if len(state["capacities"]) == len(capacities):

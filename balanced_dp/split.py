@@ -12,7 +12,7 @@ from typing import SupportsIndex
 from .errors import ArgumentError, ArgumentTypeError
 
 EQUAL = 0.001
-"""Utilizations that differ by less than this fraction count as equal."""
+"""Utilizations (peak memory over budget) that differ by less than this fraction count as equal."""
 
 
 def split_batch(
@@ -26,7 +26,7 @@ def split_batch(
     1. If ``gpu0_bsz`` is at least ``ceil(batch_size / num_devices)``, the split is even, as in
        ``torch.chunk`` and ``nn.DataParallel``.
     2. Otherwise device 0 gets ``gpu0_bsz`` samples, and the rest is divided over the other devices.
-       The chunk sizes of these differ by at most 1, with the larger ones first.
+       The chunk sizes of the other devices differ by at most 1, with the larger ones first.
 
     Examples:
         >>> split_batch(32, 4, 2)
@@ -40,7 +40,7 @@ def split_batch(
         gpu0_bsz: maximum chunk size of device 0, at least 0.
 
     Raises:
-        ArgumentTypeError: an argument is not an integer (a bool is not one).
+        ArgumentTypeError: an argument is not an integer (a bool does not count as an integer).
         ArgumentError: an argument is out of range.
 
     Source:
@@ -60,7 +60,7 @@ def split_batch(
 
 
 def even_share(batch_size: int, num_devices: int) -> int:
-    """Return the chunk size in the even split. The last devices may get less."""
+    """Return the chunk size of each device in an even split; the last devices may get less."""
     return -(-batch_size // num_devices)
 
 
@@ -69,13 +69,13 @@ def split_by_weights(
     device_weights: Sequence[float],
     gpu0_bsz: SupportsIndex | None = None,
 ) -> tuple[int, ...]:
-    """Return chunk sizes in proportion to the weights; the sum is ``batch_size``.
+    """Return the chunk size of each device, in proportion to its weight.
 
-    The sizes are rounded by the largest-remainder method: each is rounded down, and the remaining
-    samples go, one each, to the devices with the largest remainders. If remainders are equal, the
-    device with the lower index comes first, except that device 0 comes last. If device 0 would get
-    more than ``gpu0_bsz``, it gets ``gpu0_bsz`` samples, and the rest is divided over the other
-    devices by the same method.
+    The sum is ``batch_size``. The sizes are rounded by the largest-remainder method: each size is
+    rounded down, and the devices with the largest remainders get one of the remaining samples each.
+    If remainders are equal, the device with the lower index gets the sample, except that device 0
+    comes last. If device 0 would get more than ``gpu0_bsz``, it gets ``gpu0_bsz`` samples, and the
+    rest is divided over the other devices by the same method.
 
     Examples:
         >>> split_by_weights(32, [11, 24, 24])
@@ -127,10 +127,12 @@ def _largest_remainders(batch_size: int, weights: Sequence[Fraction]) -> tuple[i
 
 
 def as_integer(name: str, value: object, minimum: int | None = None) -> int:
-    """Return ``value`` as an int.
+    """Check that ``value`` is an integer of at least ``minimum``, and return it as an int.
+
+    ``name`` is the name of the argument in error messages.
 
     Raises:
-        ArgumentTypeError: ``value`` is not an integer (a bool is not one).
+        ArgumentTypeError: ``value`` is not an integer (a bool does not count as an integer).
         ArgumentError: ``value`` is below ``minimum``.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):

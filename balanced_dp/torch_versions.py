@@ -1,7 +1,8 @@
-"""Differences between versions of torch, and the private names of torch that are used.
+"""Differences between versions of torch, and the private names of torch that balanced_dp needs.
 
-If torch lacks one of these names, ``import balanced_dp`` raises an error that gives the name. The
-emulation has its own list of names. docs/versions.md lists the versions that were tested.
+If the installed torch lacks one of these names, importing a public name from ``balanced_dp`` raises
+an ``ImportError`` that gives the missing name. The emulation of devices has a list of its own.
+docs/versions.md lists the versions of torch that were tested.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 TESTED = ("2.5.1", "2.15.0")
-"""The oldest and the newest version with which the tests have passed."""
+"""The oldest and the newest version of torch with which the tests have passed."""
 
 NEEDED = """
     nn.Module._parameters nn.Module._buffers nn.Module._modules nn.Module._compiled_call_impl
@@ -26,20 +27,23 @@ NEEDED = """
     _C._functorch.peek_interpreter_stack _C._functions.SumBackward0._input_metadata
     _C._disabled_torch_function_impl _C._get_accelerator _C._FunctionBase._set_sequence_nr
 """
-"""Without one of these, ``import balanced_dp`` raises an ImportError that names it."""
+"""Names below ``torch``. If torch lacks one, importing this module raises an ``ImportError``."""
 
 AWAITS_PRODUCERS = torch.__version__ >= "2.8"
-"""Whether a gradient's consumer waits for the node that sends it from another device.
+"""Whether autograd waits for the stream on which a node has copied a gradient to another device.
 
-Before torch 2.8, autograd assumes that the gradient was computed on the default stream of its
-device. In autograd's threads, that stream is the current one.
+Before torch 2.8, autograd does not. It assumes that the gradient was computed on the default stream
+of the device that the gradient is on. In autograd's threads, the default stream is the current one.
 
 Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 """
 
 
 def exists(name: str) -> bool:
-    """Return whether torch has ``name``, or a class in torch only annotates it."""
+    """Return whether torch has the attribute ``name``, such as ``"nn.Module._buffers"``.
+
+    An attribute that a class of torch only annotates counts, too.
+    """
     path, _, last = f"torch.{name}".rpartition(".")
     try:
         owner = pkgutil.resolve_name(path)
@@ -49,7 +53,12 @@ def exists(name: str) -> bool:
 
 
 def require(names: str, what: str, error: type[Exception]) -> None:
-    """Check that torch has all names in ``names``, which are separated by blanks.
+    """Check that torch has all attributes that ``names`` lists.
+
+    Args:
+        names: dotted names below ``torch``, separated by blanks.
+        what: what needs the names, for the error message.
+        error: the class of the exception to raise.
 
     Raises:
         error: torch lacks some of the names.
@@ -66,9 +75,9 @@ require(NEEDED, "balanced_dp", ImportError)
 
 
 def run_at_once(node: Any) -> None:
-    """Let a node run as early as possible in backward.
+    """Let an autograd node run as early as possible in the backward pass.
 
-    Autograd runs nodes in the order of their sequence numbers, highest first. Only nodes that
-    accumulate gradients have a higher number.
+    Autograd runs nodes in the order of their sequence numbers, highest first. Only the nodes that
+    accumulate the gradients of leaf tensors have a higher number.
     """
     node._set_sequence_nr(2**64 - 2)

@@ -1,7 +1,7 @@
-"""Draw the README's picture: what each device holds, before and after.
+"""Draw the README's picture of the memory of each GPU, with the even split and with ours.
 
 `python benchmarks/before_and_after.py` writes docs/before_and_after.svg. It measures GPT-2 small on
-emulated devices that keep shapes only.
+emulated devices, which keep only the shapes of tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ PATH = Path(__file__).parent.parent / "docs" / "before_and_after.svg"
 
 
 def measured(**options: bool) -> Report:
-    """Return the report of 32 samples on four devices of 11 GiB, ranked by headroom."""
+    """Return the report of ``tune`` for batches of 32 samples on four devices of 11 GiB.
+
+    The options of the report are ranked by the memory that they leave free (headroom).
+    """
     capacities = [11 * 2**30] * 4
     workload = find_workload("gpt2-small")
     asked = {"capacities": capacities, "emulate": True, "goal": "headroom"}
@@ -27,7 +30,11 @@ def measured(**options: bool) -> Report:
 
 
 def picture(report: Report, other: Report) -> str:
-    """Return the picture: the even split, the best one, and the loss on each device."""
+    """Return the picture as SVG, with a panel for each of three ways to split the batch.
+
+    The first panel is the even split, the second is the best split of ``report``, and the third is
+    the best split of ``other``, where the loss is computed on each device.
+    """
     panels = {
         "nn.DataParallel's split": report.even,
         report.best.line: report.best,
@@ -39,7 +46,7 @@ def picture(report: Report, other: Report) -> str:
 
 
 def draw_panels(panels: dict[str, Option], size: tuple[float, float]) -> str:
-    """Return a picture of what each device holds, with one panel for each measurement."""
+    """Return a picture of the memory of each device as SVG, with one panel for each measurement."""
 
     def draw(figure: Figure) -> None:
         figure.patch.set(facecolor="white", alpha=1)

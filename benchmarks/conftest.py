@@ -1,4 +1,4 @@
-"""What the benchmarks share: tables of their figures, and the option that stores them."""
+"""Tables in which benchmarks collect their figures, and the option to write them to files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module")
 def tables(request: pytest.FixtureRequest) -> Iterator[defaultdict[str, list[dict[str, Any]]]]:
-    """The rows by question, which are printed at the end and written to the ``--results`` folder.
+    """A dict from each question that a benchmark answers to the rows of its table.
 
-    The ``NOTES`` of a benchmark's module say for each question how the figures were measured.
+    At the end, the rows are printed. With the option ``--results``, each table is also written to
+    that folder. The dict ``NOTES`` of a benchmark's module says for each question how the figures
+    were measured.
     """
     tables: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     yield tables

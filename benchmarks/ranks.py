@@ -1,4 +1,7 @@
-"""Steps of two ranks with and without ``scale_loss``. ``test_ranks.py`` runs this by torchrun."""
+"""Measure training steps of two ranks with and without ``scale_loss``.
+
+``test_ranks.py`` runs this script by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,11 @@ ROUNDS = 120
 
 
 def in_turns(steps: dict[str, Callable[[], Any]], reset: Callable[[], Any]) -> list[list[float]]:
-    """Return the seconds of each step. The steps take turns, in a random order in each round."""
+    """Return a list for each of ``steps``, with the seconds that the step took in each round.
+
+    In each round, every step runs once, in a random order. ``reset`` is called before each step and
+    is not timed.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     chance = random.Random(0)  # the same on all ranks
     for _ in range(2 + ROUNDS):
@@ -40,7 +47,10 @@ def in_turns(steps: dict[str, Callable[[], Any]], reset: Callable[[], Any]) -> l
 
 
 def measured() -> list[dict[str, Any]]:
-    """Return the time of each step, and its ratio to that of a plain step of the same model."""
+    """Return the rows of the table, one for each kind of step but the plain one.
+
+    A row has the median time of the step, and the median ratio to the time of a plain step.
+    """
     sizes = split_ranks(16, rank0_bsz=4)
     own = sizes[dist.get_rank()]
     torch.manual_seed(0)
@@ -78,7 +88,10 @@ def measured() -> list[dict[str, Any]]:
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median, from 1000 samples of the rounds (a bootstrap)."""
+    """Return the 95 % confidence interval of the median of ``ratios``.
+
+    It is estimated by a bootstrap: 1000 times, as many ratios are drawn with replacement.
+    """
     chance = random.Random(0)
     found = [statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(1000)]
     cuts = statistics.quantiles(found, n=40)

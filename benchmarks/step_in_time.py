@@ -1,7 +1,8 @@
-"""Draw the timeline of a training step on four devices, for nn.DataParallel above and ours below.
+"""Draw the timeline of a training step on four devices.
 
-`python -m benchmarks.step_in_time` writes docs/step_in_time.svg. The times are those of the clock
-of the stand-in for CUDA devices (``tests/cuda_stand_in``), a model of the hardware.
+`python -m benchmarks.step_in_time` writes docs/step_in_time.svg. The upper timeline is that of
+nn.DataParallel, the lower one that of BalancedDataParallel. The times are computed by the clock of
+the stand-in for CUDA devices (``tests/cuda_stand_in``), which is a model of the hardware.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ COLOURS = {"computing": "#7f7f7f", "weights": "#d55e00", "gradients": "#0072b2"}
 
 
 def measured() -> dict[str, list[Span]]:
-    """Return the record of a step, for nn.DataParallel and for BalancedDataParallel."""
+    """Return the title and the spans of work of a step of each class, nn.DataParallel first."""
     with cuda_stand_in.opened() as stand_in:
         module = Layers().to(stand_in.devices[0])
         stock, ours = nn.DataParallel(module), BalancedDataParallel(BALANCED[0], module)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Was asked to gather along")
             _, before = step_ratio(stand_in, stock, EVEN, TRANSFER_SHARE, has_forward=True)
-        # Autograd's threads launch in a random order, so the drawing shows the median of nine runs.
+        # Autograd's threads launch work in a random order, so the drawing shows the run with the
+        # median time of nine runs.
         runs = [step_ratio(stand_in, ours, BALANCED, TRANSFER_SHARE, True) for _ in range(9)]
         _, after = sorted(runs, key=itemgetter(0))[4]
     return {
@@ -46,7 +48,10 @@ def measured() -> dict[str, list[Span]]:
 
 
 def kind(span: Span) -> str | None:
-    """Return the kind of some work; None for inputs and losses, which take almost no time."""
+    """Return the kind of work of a span, which is a key of ``COLOURS``.
+
+    Return None for transfers of inputs and losses, which take almost no time.
+    """
     if not span.targets:
         return "computing"
     if span.name == "broadcast":
@@ -56,7 +61,10 @@ def kind(span: Span) -> str | None:
 
 
 def picture(records: dict[str, list[Span]]) -> str:
-    """Return the drawing. It shows when each device computes and, below that, its transfers."""
+    """Return the drawing as SVG, with a timeline for each of ``records``.
+
+    Each device has two rows. The upper row shows when it computes, the lower row its transfers.
+    """
 
     def draw(figure: Figure) -> None:
         figure.patch.set(facecolor="white", alpha=1)
@@ -71,7 +79,7 @@ def picture(records: dict[str, list[Span]]) -> str:
 
 
 def bars(spans: Sequence[Span], device: int, what: str) -> list[tuple[float, float]]:
-    """Return the start and end of each period in which a device does ``what`` without a pause."""
+    """Return the start and end of each period in which ``device`` does ``what`` without a pause."""
     found: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.device == device and kind(span) == what:

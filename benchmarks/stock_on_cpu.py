@@ -1,8 +1,9 @@
-"""The steps of ``nn.DataParallel`` without GPUs, to measure what these steps cost in Python.
+"""Run ``nn.DataParallel``'s steps without GPUs, to measure how much time they take in Python.
 
-``torch.nn.parallel``'s replicate, scatter, parallel_apply and gather run as they are. Stand-ins
-replace CUDA: weights are passed on instead of copied, their gradients are added up in the cheapest
-way that torch has, and streams and current devices do nothing.
+The functions replicate, scatter, parallel_apply and gather of ``torch.nn.parallel`` run unchanged.
+Stand-ins replace the functions of CUDA that they call. Weights are passed on instead of copied, and
+their gradients are added up in the cheapest way that torch has. Setting the current stream or
+device does nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _scatter_gather = importlib.import_module("torch.nn.parallel.scatter_gather")
 
 
 class Broadcast(torch.autograd.Function):
-    """Torch's function of this name, but with detached tensors in place of copies."""
+    """Replaces torch's ``Broadcast``: the results are detached tensors instead of copies."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[int], *inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -42,14 +43,14 @@ class Broadcast(torch.autograd.Function):
 
 
 def broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Return the stand-ins for the copies on each device: the tensors, detached."""
+    """Return for each device a list of the detached tensors, in place of copies on the device."""
     return [[tensor.detach() for tensor in tensors] for _ in devices]
 
 
 def broadcast_coalesced_reshape(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: bool = False
 ) -> list[list[torch.Tensor]]:
-    """Stands in for the function of this name in torch's replicate."""
+    """Replace ``_broadcast_coalesced_reshape`` of ``torch.nn.parallel.replicate``."""
     if detach or not tensors:
         return broadcast(tensors, devices)
     flat = Broadcast.apply(devices, *tensors)
@@ -57,7 +58,7 @@ def broadcast_coalesced_reshape(
 
 
 class Scatter(torch.autograd.Function):
-    """Torch's function of this name, but with chunks on the CPU."""
+    """Replaces torch's ``Scatter``: the chunks are on the CPU."""
 
     @staticmethod
     def forward(
@@ -72,7 +73,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Torch's function of this name, but with the result on the CPU."""
+    """Replaces torch's ``Gather``: the result is on the CPU."""
 
     @staticmethod
     def forward(ctx: Any, device: int, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,7 @@ _accelerator = SimpleNamespace(
 
 @contextlib.contextmanager
 def stock_on_cpu() -> Iterator[None]:
-    """Let torch's own steps run without GPUs."""
+    """Let the functions of ``torch.nn.parallel`` run without GPUs inside a ``with`` block."""
     with (
         mock.patch.object(_replicate, "_broadcast_coalesced_reshape", broadcast_coalesced_reshape),
         mock.patch.object(_scatter_gather, "Scatter", Scatter),

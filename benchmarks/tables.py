@@ -1,4 +1,4 @@
-"""A benchmark's figures as a Markdown table, with the hardware that they were measured on."""
+"""Write a benchmark's figures as a Markdown table, with the name of the hardware."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 def hardware() -> str:
-    """Return the name of the GPU; without a GPU, the number and the model of the CPU cores."""
+    """Return the name of the GPU or, without a GPU, the number and the model of the CPU cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     try:
@@ -27,12 +27,12 @@ def hardware() -> str:
 
 
 def write_table(question: str, rows: Sequence[Mapping[str, Any]], folder: Path, note: str) -> None:
-    """Write ``<question>_<hardware>_<date>.md``.
+    """Write a table to the file ``<question>_<hardware>_<date>.md``.
 
     Args:
-        question: what the benchmark asks, in a word.
-        rows: records with the same keys. The keys become the columns.
-        folder: where to write.
+        question: a short name of what the benchmark measures.
+        rows: dicts with the same keys, which become the columns of the table.
+        folder: the folder in which the file is written.
         note: how the figures were measured.
     """
     day = datetime.now(timezone.utc).date()

@@ -1,12 +1,12 @@
-"""The time of two replicas compared with one, with and without Python's lock (the GIL).
+"""Compare the time of two replicas with that of one, with and without Python's lock (the GIL).
 
 The models have hundreds of small modules, and their tensors are so small that almost all the time
-goes into Python code and launching. Each replica gets a batch of its own. With the lock, replicas
-take turns; without it, they can run at the same time. The lock is on or off for a whole process, so
-run this twice on a free-threaded build, with ``PYTHON_GIL=1`` and with ``PYTHON_GIL=0``. Calls with
-one and with two replicas alternate in one process, and a figure is the median of the ratios of
-neighbouring calls. The time to start and end threads does not grow with the model, so two
-models are measured.
+goes into Python code and into launching operators. Each replica gets a batch of its own. With the
+lock, replicas take turns; without the lock, they can run at the same time. The lock is on or off
+for a whole process. So run this file twice on a free-threaded build, with ``PYTHON_GIL=1`` and with
+``PYTHON_GIL=0``. Calls with one and with two replicas alternate in one process, and a figure is the
+median of the ratios of neighbouring calls. The time to start and end threads does not grow with the
+model, so models of two sizes are measured.
 """
 
 from __future__ import annotations

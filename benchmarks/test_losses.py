@@ -1,10 +1,11 @@
-"""The time to find out what a loss is a mean over, compared with a mean weighted by samples.
+"""Measure what ``scalar_outputs="auto"`` costs, compared with ``scalar_outputs="mean"``.
 
-The models are language models of transformers, with padded labels. They have all their layers but
-almost no width, so that almost all the time goes into launching. Both ways alternate on one model,
-in forward passes of four replicas on one CPU, and a figure is the median of the ratios of
-neighbouring passes. The weighted mean runs twice: its ratio to itself shows how precise the other
-ratios are.
+With ``"auto"``, the model finds out what each replica's loss is a mean over. With ``"mean"``, it
+weights each replica's loss by the number of samples. The models are language models of the package
+transformers, with padded labels. They have all their layers but almost no width, so that almost all
+the time goes into launching operators. Both ways alternate on one model, in forward passes of four
+replicas on one CPU. A figure is the median of the ratios of neighbouring passes. ``"mean"`` runs
+twice: the ratio of these two times shows how precise the other ratios are.
 """
 
 from __future__ import annotations

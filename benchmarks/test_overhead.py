@@ -1,10 +1,10 @@
-"""What a step costs besides the model's own work, compared with a step of ``nn.DataParallel``.
+"""Measure the time that the wrapper adds to a model's step, compared with ``nn.DataParallel``.
 
-The module trees are those of BERT-base, of a GPT with 48 layers and of ResNet-50, with tensors so
-small that computing takes almost no time. The model's forward pass is one autograd function that
-uses every parameter. Both sides take turns in one process. The figures are the median of each side
-and the ratio of the medians. The ratio of the means includes garbage collection, which medians
-hide.
+The modules have the structure of BERT-base, of a GPT with 48 layers and of ResNet-50, with tensors
+so small that computing takes almost no time. The model's forward pass is one autograd function that
+uses every parameter. Steps of ``BalancedDataParallel`` and of ``nn.DataParallel`` take turns in one
+process. The figures are the median time of each class and the ratio of the medians. The ratio of
+the means includes garbage collection, which medians hide.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ class UsesAll(torch.autograd.Function):
 
 
 class Overhead(nn.Module):
-    """A module tree without its work."""
+    """Has all submodules of ``tree``, but does not run them.
+
+    The forward pass returns the input, and the backward pass gives every parameter a gradient of
+    zeros.
+    """
 
     def __init__(self, tree: nn.Module) -> None:
         super().__init__()
@@ -90,7 +94,8 @@ class Overhead(nn.Module):
 def on_cpus(module: nn.Module, num_devices: int) -> BalancedDataParallel:
     """Wrap the module for the devices ``cpu``, ``cpu:1`` and so on, which differ only in name.
 
-    ``BalancedDataParallel`` treats such names as one device, so they are set afterwards.
+    The constructor of ``BalancedDataParallel`` treats such names as one device, so this function
+    sets them after the model has been made.
     """
     model = BalancedDataParallel(1, module, ["cpu"] * num_devices)
     model.device_ids[1:] = [torch.device("cpu", i) for i in range(1, num_devices)]
@@ -108,7 +113,7 @@ def seconds(function: Callable[[], Any]) -> float:
 def handed_on(
     devices: Sequence[torch.device], tensors: Sequence[torch.Tensor], arrivals: object = None
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Return detached tensors in place of copies, as on torch's side."""
+    """Return detached tensors in place of copies, as ``stock_on_cpu`` does for nn.DataParallel."""
     return dict(zip(devices, broadcast(tensors, range(len(devices))), strict=True))
 
 
@@ -118,7 +123,10 @@ def in_turns(
     theirs: Callable[[], Any],
     afterwards: Callable[[], Any],
 ) -> dict[str, Any]:
-    """Run both in turns, with ``afterwards`` untimed after each; return medians and ratios."""
+    """Time ``ours`` and ``theirs`` in turns, and return medians in milliseconds and ratios.
+
+    ``afterwards`` is called after each of the two and is not timed.
+    """
     times: list[tuple[float, float]] = []
 
     def both() -> None:
@@ -141,7 +149,7 @@ def in_turns(
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("what", ["training step", "evaluation"])
 def test_step(benchmark, monkeypatch, tables, what, name, num_devices):
-    """On both sides, weights and gradients are passed on instead of copied."""
+    """In both classes, weights and gradients are passed on instead of copied."""
     torch.set_num_threads(1)
     for module_with_copies in (replicate_module, shared_weights):
         monkeypatch.setattr(module_with_copies, "copy_to", handed_on)

@@ -1,6 +1,7 @@
-"""How much of a step are transfers that do not overlap with computing, by the stand-in's clock.
+"""Measure how much longer a step takes because of transfers that do not overlap with computing.
 
-The stand-in for CUDA devices (``tests/cuda_stand_in``) is a model of the hardware, not hardware.
+The times are computed by the clock of the stand-in for CUDA devices (``tests/cuda_stand_in``). This
+is a model of the hardware, not hardware.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The time of ``balanced-dp plan gpt2-small``, and how it grows with the batch and the layers.
+"""Measure the time of ``balanced-dp plan``, and how it grows with the batch and the layers.
 
-Each plan runs in a process of its own. The ratios compare with a plan for 12 layers and batches of
-32, made in the same run of this benchmark.
+Each plan is made in a process of its own. The times are divided by the time of a plan for GPT-2
+small (12 layers) and batches of 32, which is made in the same run of this benchmark.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ KIB, GIB = 2**10, 2**30
 
 
 def deeper() -> Workload:
-    """GPT-2 small with twice the layers."""
+    """Return the workload GPT-2 small, but with 24 layers instead of 12."""
     return replace(
         gpt2_small(), model=lambda: TokenTransformer(50257, 1024, causal=True, num_layers=24)
     )
 
 
 def plan(target: str, batch_size: int) -> tuple[float, int]:
-    """Return the seconds and the peak resident bytes of a process that makes a plan."""
+    """Return the seconds and the peak resident memory, in bytes, of a process that makes a plan."""
     command = ["-m", "balanced_dp", "plan", target, "--batch-size", str(batch_size)]
     start = time.perf_counter()
     process = subprocess.Popen(

@@ -1,6 +1,7 @@
-"""Do the largest batches of a plan train on a GPU of that size?
+"""Test whether the largest batches that fit on emulated devices also train on a real GPU.
 
-Another process holds the rest of the GPU's memory, and each batch trains in a process of its own.
+The real GPU may be larger than the emulated ones: another process then holds the memory that
+exceeds their capacity. Each batch trains in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HELD: list[torch.Tensor] = []
 
 
 def hold_all_but(num_bytes: int) -> None:
-    """Fill the GPU's memory until ``num_bytes`` are left free, to within 2 MiB."""
+    """Allocate memory of the GPU until only ``num_bytes`` are free, or up to 2 MiB more."""
     HELD.append(torch.zeros(1, device="cuda"))
     probe = MemoryProbe(["cuda:0"])
     while (left := probe.snapshot()[0].free_bytes - num_bytes) > 2**21:
@@ -41,14 +42,18 @@ def peak(name: str, batch_size: int) -> int:
 
 
 def planned(name: str, num_bytes: int) -> int:
-    """Return the largest batch whose peak on an emulated device is at most ``num_bytes``."""
+    """Return the size of the largest batch with a peak of at most ``num_bytes`` when emulated."""
     few, more = peak(name, 8), peak(name, 16)  # peaks grow almost linearly
     sizes = range(round(8 + 8 * (num_bytes - few) / (more - few)) - 8, 2**20)
     return sizes[bisect.bisect_right(sizes[:16], num_bytes, key=lambda size: peak(name, size)) - 1]
 
 
 def train(name: str, batch_size: int) -> tuple[str, str, str]:
-    """Return whether the batch fits, and the peaks of the allocator's and of the GPU's memory."""
+    """Train on a batch, and return whether it fits, and two peaks of memory as text.
+
+    The first peak is the memory that torch's allocator has reserved. The second is by how much the
+    GPU's used memory has grown, as NVML reports it.
+    """
     device, probe = torch.device("cuda:0"), MemoryProbe(["cuda:0"])
     before = probe.snapshot()[0].used_bytes
     torch.zeros(1, device=device)

@@ -1,4 +1,7 @@
-"""What ``scale_loss`` costs. Torchrun runs ``ranks.py`` in two processes of one thread each."""
+"""Measure the time that ``scale_loss`` takes.
+
+Torchrun runs ``ranks.py`` in two processes of one thread each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls from several threads that begin at the same time."""
+"""Call a function from several threads that begin at the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ NUM_THREADS = 8
 
 
 def at_once(function: Callable[[int], ResultT], num_threads: int = NUM_THREADS) -> list[ResultT]:
-    """Return what each thread's call with its number returned; raises what one of them raised."""
+    """Call ``function(i)`` in thread ``i`` of ``num_threads``, and return the results by number.
+
+    An exception in one of the threads is raised here.
+    """
     start = threading.Barrier(num_threads)
     with ThreadPoolExecutor(num_threads, initializer=start.wait) as pool:
         return list(pool.map(function, range(num_threads)))

@@ -1,4 +1,4 @@
-"""The kinds of devices that tests run on, and a way to open some of a kind."""
+"""The kinds of devices that tests run on, and a function that opens devices of a kind."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if torch.cuda.device_count() > 1:
     KINDS.append("cuda")
 
 DISTINCT = [kind for kind in KINDS if kind in ("emulated", "stand-in", "cuda")]
-"""Those in which each device has memory of its own."""
+"""The kinds whose devices are distinct, so that each device has memory of its own."""
 
 
 def kinds_of_splits(splits: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return every split with a repeated CPU, and the other kinds with one of the splits each.
+    """Return pairs of a kind of devices and a split, to parametrize tests that depend on the split.
 
-    For what depends on the split; a kind of distinct devices has the first one and the next kinds
-    those that follow.
+    The kind ``"cpu"`` is paired with every split. Each other kind is paired with one split: the
+    first other kind with the first split, the second with the second, and so on.
     """
     others = [kind for kind in KINDS if kind != "cpu"]
     return [("cpu", split) for split in splits] + list(zip(others, cycle(splits), strict=False))
@@ -37,13 +37,17 @@ def kinds_of_splits(splits: Sequence[Any]) -> list[tuple[str, Any]]:
 
 @contextmanager
 def open_devices(kind: str, num_devices: int) -> Iterator[list[torch.device]]:
-    """Give devices of a kind; a repeated one holds real replicas that share it."""
+    """Yield a list of ``num_devices`` devices of a kind.
+
+    If the kind has fewer devices, some of them are repeated. The replicas on a repeated device are
+    separate, but share its memory.
+    """
     if kind == "emulated":
         with emulate_devices(num_devices) as devices:
             yield list(devices)
     elif kind == "stand-in":
         with cuda_stand_in.opened() as stand_in:
-            stand_in.nccl.refuses_threads = False  # test_on_stand_in.py asks for that
+            stand_in.nccl.refuses_threads = False  # only test_on_stand_in.py tests that
             yield [stand_in.devices[i % len(stand_in.devices)] for i in range(num_devices)]
     elif kind == "cuda":
         count = torch.cuda.device_count()

@@ -1,4 +1,8 @@
-"""Laws of memory that nobody measured: a device's peak is the highest of a few linear terms."""
+"""Made-up laws of how much memory devices need, to test searches without measuring.
+
+By such a law, the peak of a device is the highest of a few linear functions of the numbers of
+samples.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Law:
-    """Terms of fixed bytes, bytes per own sample and, for device 0, per sample of the batch."""
+    """The peaks of devices as functions of the chunk sizes.
+
+    Attributes:
+        first: the terms of device 0, each with fixed bytes, bytes per sample on device 0, and bytes
+            per sample of the whole batch. The peak is the highest term.
+        others: the terms of any other device, each with fixed bytes and bytes per sample on the
+            device.
+    """
 
     first: tuple[tuple[int, int, int], ...]
     others: tuple[tuple[int, int], ...]
@@ -33,7 +44,10 @@ class Law:
 
 
 def ask(search: Any, peaks: Any, most: int = 60) -> list[tuple[int, ...]]:
-    """Return the splits that a search asks for until it is over."""
+    """Run a search until it is over, and return the splits that it asked for.
+
+    ``peaks`` is a function that returns the peaks of a split.
+    """
     asked: list[tuple[int, ...]] = []
     while (split := search.next()) is not None:
         assert split not in asked and len(asked) < most

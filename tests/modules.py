@@ -1,4 +1,4 @@
-"""Modules of many kinds, each with the arguments for a batch, for tests of exactness."""
+"""Modules of many kinds with inputs, for tests that results equal those of a single device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A module and how to call it on a batch of any size; ``options`` go to the wrapper."""
+    """A module, and how to make its inputs.
+
+    Attributes:
+        make_module: returns the module.
+        make_inputs: returns positional and keyword arguments for a batch of the given size.
+        options: keyword arguments of ``BalancedDataParallel`` for this module.
+    """
 
     make_module: Callable[[], nn.Module]
     make_inputs: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -21,7 +27,7 @@ class Case:
 
 
 class Lambda(nn.Module):
-    """Submodules or parameters, and a forward pass made of them, in one expression."""
+    """A module that is written as one expression: its forward function and its members."""
 
     def __init__(self, forward: Callable[..., Any], **members: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -34,7 +40,10 @@ class Lambda(nn.Module):
 
 
 def assert_same_gradients(module: nn.Module, reference: nn.Module) -> None:
-    """Asserts that gradients are exact, in float64, and None where those of the reference are."""
+    """Assert that the gradients of two modules in float64 are equal up to rounding.
+
+    A gradient must be None exactly where that of ``reference`` is None.
+    """
     for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         if ours.grad is not None:
@@ -52,7 +61,7 @@ class KeywordOnly(nn.Module):
 
 
 class Weights(nn.Module):
-    """Parameters in a ParameterList, a ParameterDict and alone, one of them complex."""
+    """Has parameters in a ParameterList, in a ParameterDict and as attributes. One is complex."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +186,7 @@ CASES = {
 
 
 def short_of_memory_in_backward(devices):
-    """A model whose backward pass needs twice what forward does, on a small device 0."""
+    """Return a model whose backward pass needs twice the memory of forward, and its optimizer."""
     layers = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(inplace=True))
     net = Lambda(lambda self, x: self.layers(x).sum(1), layers=layers).to(devices[0])
     return net, torch.optim.SGD(net.parameters(), lr=0.1)

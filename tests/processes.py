@@ -1,6 +1,7 @@
-"""Python in processes of their own, without the seconds that a new one takes to import torch.
+"""Run Python in separate processes that need not import torch, which takes seconds.
 
-Each is a fork of one that has imported it and done nothing else; without fork it is a new process.
+Each process is a fork of a server process that has imported torch and done nothing else. Where
+Python cannot fork, it is a new process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONTEXT.set_forkserver_preload(
 def python(
     *arguments: str, cwd: str | Path = ".", environ: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m MODULE ...``, ``python -c CODE`` or ``python FILE ...``."""
+    """Run ``python -m MODULE ...``, ``python -c CODE`` or ``python FILE ...`` in a process."""
     [done] = pythons([environ], *arguments, cwd=cwd)
     return done
 
@@ -39,9 +40,10 @@ def python(
 def pythons(
     environs: Sequence[Mapping[str, str]], *arguments: str, cwd: str | Path = "."
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run it in each environment at the same time; if one fails, kill the others.
+    """Run Python with the same arguments in several processes at the same time.
 
-    Processes that run longer than ``TIMEOUT_S`` are killed, too.
+    There is one process for each dict of environment variables in ``environs``. If a process fails,
+    the others are killed. Processes that run longer than ``TIMEOUT_S`` are killed, too.
     """
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +72,7 @@ def pythons(
 
 
 def run_ranks(*command: str | Path, num_processes: int) -> tuple[int, str]:
-    """Run a script on several ranks; return the first exit code but 0, and the ranks' outputs.
+    """Run a script on several ranks; return the first nonzero exit code, or 0, and all output.
 
     The processes have the environment of torchrun and begin with torch already imported.
     """
@@ -97,11 +99,11 @@ def _run(
     for number, output in enumerate(outputs, 1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
     with suppress(AttributeError):  # on Windows
-        os.setsid()  # some send signals to their process group
+        os.setsid()  # some programs send signals to their process group
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
-    multiprocessing.set_start_method(None, force=True)  # not that of this process, the default one
+    multiprocessing.set_start_method(None, force=True)  # the default of new processes
     sys.path[:0] = ["", *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     if arguments[0] in ("-m", "-c"):
         option, program, *sys.argv[1:] = arguments

@@ -1,4 +1,7 @@
-"""How long a step takes on the stand-in's clock, in units of the largest chunk's own computing."""
+"""The time of a training step, as computed by the clock of the stand-in for CUDA devices.
+
+The unit of time is the computing time of the largest chunk.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ SPLITS = [(16, 16, 16, 16), (8, 19, 19, 18), (0, 22, 21, 21)]
 
 
 class Layers(nn.Module):
-    """Linear layers alone, whose products are what the clock sees, and a loss."""
+    """Linear layers and a loss. The clock counts only matrix products as computing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,15 +35,16 @@ def step_ratio(
     transfer_share: float,
     has_forward: bool,
 ) -> tuple[float, list[Span]]:
-    """Return how much longer than its largest chunk's computing a step takes, and its record.
+    """Return the time of a step divided by the computing time of the largest chunk, and its spans.
 
     Args:
-        stand_in: the devices.
-        model: a ``Layers`` on them, wrapped.
-        split: how the model splits a batch of their sum.
-        transfer_share: how long the gradients of one device travel, next to the backward pass of
-            the largest chunk. Weights travel as long.
-        has_forward: whether the step begins with the weights going out; else with backward.
+        stand_in: the stand-in for CUDA devices.
+        model: a data-parallel wrapper of ``Layers`` on the stand-in's devices.
+        split: the chunk sizes of the model for a batch of ``sum(split)`` samples.
+        transfer_share: the time to copy the gradients of one device, divided by the time of the
+            backward pass of the largest chunk. Weights take as long.
+        has_forward: whether the step includes the forward pass with the copies of weights, and not
+            only the backward pass.
     """
     x = torch.randn(sum(split), WIDTH)
 
@@ -48,14 +52,14 @@ def step_ratio(
         loss: Tensor = model(x).mean()
         return loss
 
-    for _ in range(3):  # the first calls look at the loss
+    for _ in range(3):  # the first calls also find out what the loss is a mean over
         forward().backward()
     for parameter in model.parameters():
         parameter.grad = None
     loss = None if has_forward else forward()
     with stand_in.recorded() as work:
         (forward() if loss is None else loss).backward()
-    # For each layer the gradients of its input and of its weight, but not that of the batch.
+    # For each layer, the gradients of its input and of its weight, but none of the batch itself.
     backward_operations = 2 * max(split) * WIDTH**2 * (2 * NUM_LAYERS - 1)
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
     spans = stand_in.run(work, 1.0, gradient_bytes / (transfer_share * backward_operations))

@@ -1,4 +1,4 @@
-"""The structure of the package: which file may import which, and what importing may do."""
+"""Test the structure of the package: which file may import from which."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __main__
 
 
 def files(text: str) -> list[str]:
-    """Return the files in a list of packages and their modules."""
+    """Return the paths of the files in a text like ``ORDER``, which lists packages and modules."""
     found = []
     for line in text.splitlines():
         package, *names = line.split() if "/" in line else ["", *line.split()]

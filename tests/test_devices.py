@@ -1,4 +1,4 @@
-"""The devices to train on. The wrapper's tests have device_ids."""
+"""Test ``training_devices``. ``tests/parallel`` tests the argument ``device_ids``."""
 
 from __future__ import annotations
 

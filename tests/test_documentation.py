@@ -1,4 +1,4 @@
-"""What the README and the guide show is run, and what they claim is checked."""
+"""Run the code that the README and the guide show, and check what they claim."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in PAGES}
 READMES = [text for name, text in TEXTS.items() if name.startswith("README")]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
-"""A block of code, and what it prints if that is shown below it."""
+"""Matches a block of Python code, and the output that is shown below it, if there is any."""
 SHOWN = [(name, *found) for name, text in TEXTS.items() for found in BLOCK.findall(text)]
 OF_RANKS = [shown for shown in SHOWN if "torchrun" in shown[1].splitlines()[0]]
 SCRIPTS = [shown for shown in SHOWN if "train.py:" in shown[1].splitlines()[0]]
@@ -75,13 +75,13 @@ def test_the_script_of_ranks_runs(tmp_path):
 
 
 def changed(script, diff, back=False):
-    """Return the script with the changes of a diff, or as it was before them."""
+    """Return ``script`` with the changes of ``diff`` applied; with ``back``, undone."""
     for hunk in re.findall(r"(?:^-.*\n)*(?:^[+].*\n)+", diff, re.MULTILINE):
         old, new = (
             "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] == sign)
             for sign in "-+"
         )
-        if not old:  # lines that are added before the line that follows
+        if not old:  # lines are only added, before the line that follows the hunk
             (old,) = re.findall(re.escape(hunk) + r"(?: (.*\n)|(?=-|\Z))", diff)
             new += old
         before, after = (new, old) if back else (old, new)
@@ -114,7 +114,7 @@ def test_the_training_script_before_and_after(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_training_script_resumes(tmp_path, monkeypatch, capsys):
-    """In half precision, ended after each epoch; the checkpoint has what "auto" has found."""
+    """Train in half precision, end after each epoch; the checkpoint has the result of "auto"."""
     [(_, script, _)] = SCRIPTS
     monkeypatch.chdir(tmp_path)
     expected = losses_of(script.replace("DTYPE):", "enabled=False):"), capsys)
@@ -171,7 +171,7 @@ def test_the_picture_and_the_largest_batches():
 
 @pytest.mark.slow
 def test_the_table_of_the_demo():
-    """The text, and with it the number of different characters, is that of the Python."""
+    """The demo trains on a text of Python's library, so its figures vary with Python's version."""
     table, *_ = answer(run_demo(emulate=True)[1])
     [percent] = re.findall(r"memory by up to ([\d.]+) %", TEXTS["README.md"])
     for text in READMES:

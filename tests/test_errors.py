@@ -1,4 +1,7 @@
-"""What is refused, and in which words. The wrapper's arguments are in ``tests/parallel``."""
+"""Test that invalid arguments raise errors, and the messages of these errors.
+
+``tests/parallel`` tests the arguments of ``BalancedDataParallel``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public names: listed, documented, and cheap to import."""
+"""Test that the public names are listed, documented and quick to import."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ if names_threads:
 
 @pytest.mark.slow
 def test_imports_of_a_new_process():
-    """The command line answers at once; Dynamo takes seconds to import.
+    """The command line answers without delay, since it does not import torch or Dynamo.
 
-    On free-threaded builds for CUDA, Dynamo turns Python's lock on. It imports functions of CUDA by
-    name, and so does the first optimizer of a process, which may be on emulated devices. Where that
-    came first to torch.distributed.nn, gloo's threads outlived the process group, and Python
-    aborted now and then.
+    Importing Dynamo takes seconds, and on free-threaded builds for CUDA it turns Python's lock on.
+    Dynamo imports functions of CUDA by name, and so does the first optimizer of a process, which
+    may be on emulated devices. If this was the first import of torch.distributed.nn, gloo's threads
+    outlived the process group, and Python sometimes aborted.
     """
     subprocess.run([sys.executable, "-W", "error", "-c", IMPORTS], check=True)
 

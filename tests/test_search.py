@@ -1,4 +1,7 @@
-"""Searches find what trying everything finds, under random laws and in tables of real peaks."""
+"""Test that searches find the same value as trying every value.
+
+The peaks come from random laws of memory, and from tables of peaks of real models.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def test_the_best_value_of_a_table(name, start):
 @example(Law(((0, 100, 0),), ((0, 50),)), [1000] * 2, 30)
 @example(Law(((0, 1, 0),), ((1001, 0),)), [1000] * 2, 1)  # the last device was without samples
 def test_a_careful_search_never_runs_out(law, budgets, batch_size):
-    """Once a split has run, no other one does not fit."""
+    """After one split has run, the search measures no split that runs out of memory."""
     search = Search(batch_size, budgets, is_careful=True)
     has_run = False
     while (split := search.next()) is not None:
@@ -76,7 +79,7 @@ LAW = Law(((300, 30, 5),), ((250, 30),))
 
 
 def follow(search: LoopSearch, law: Law, batch_size: int, num_iterations: int = 20) -> list[int]:
-    """Return the values of iterations."""
+    """Let a search follow iterations with peaks of ``law``; return the ``gpu0_bsz`` of each."""
     values = []
     for _ in range(num_iterations):
         split = search.split(batch_size)
@@ -97,7 +100,7 @@ def test_a_loop_ends_no_worse_than_even(is_careful, law, budgets, batch_size):
 
 
 def test_only_the_largest_iterations_count():
-    """Smaller last batches began the search again in each epoch, so that it never ended."""
+    """Smaller last batches once restarted the search in each epoch, so that it never ended."""
     search = LoopSearch([10**4] * 4, is_careful=False)
     values = follow(search, LAW, 64)
     assert search.is_over and values[-1] < 16
@@ -112,7 +115,10 @@ def test_only_the_largest_iterations_count():
 
 
 def test_peaks_that_grow_reopen_the_search():
-    """A later step with the even split took more: 0 was named, although 2 had the same peak."""
+    """After a later step with the even split took more memory, the search must go on.
+
+    It once ended with 0, although 2 had the same peak.
+    """
     search = LoopSearch([1] * 4, is_careful=False, compares=True)
     for even in (200, 200, *[210] * 20):
         split = search.split(16)
@@ -121,7 +127,10 @@ def test_peaks_that_grow_reopen_the_search():
 
 
 def test_a_peak_that_begins_to_grow_late():
-    """As where the optimizer's step is the peak: 0, 1, 2, 3 and 4 were tried, and then nothing."""
+    """The peak is constant for small values, for example if the optimizer's step is the peak.
+
+    The search once tried 0, 1, 2, 3 and 4, and then ended.
+    """
     search = LoopSearch([10**6] * 4, is_careful=False, compares=True)
     while not search.is_over:
         split = search.split(256)
@@ -130,7 +139,11 @@ def test_a_peak_that_begins_to_grow_late():
 
 
 def test_peaks_that_vary_are_compared_fairly():
-    """One split was measured in most iterations: its maximum was high, and another was named."""
+    """All splits must be compared over equal numbers of iterations.
+
+    The best split was once measured in most iterations. So its maximum was high, and another split
+    was chosen.
+    """
     law = Law(((900, 35, 0),), ((-10, 35),))
     named = []
     for seed in range(30):
@@ -146,7 +159,11 @@ def test_peaks_that_vary_are_compared_fairly():
 
 
 def test_running_out_changes_the_value():
-    """Halve device 0's samples where it ran out, go up where another did, or back to what ran."""
+    """The search changes ``gpu0_bsz`` after a device has run out of memory.
+
+    If device 0 ran out, its samples are halved. If another device ran out, device 0 gets more. If
+    a value has run before, the search goes back to it.
+    """
     search = LoopSearch([GIB] * 4, is_careful=True)
     for index, before, after in ((0, 16, 8), (0, 8, 4), (2, 4, 6)):
         assert search.split(64)[0] == before
@@ -163,7 +180,7 @@ def test_running_out_changes_the_value():
 
 
 def test_running_out_is_not_forgotten():
-    """Before the first step, it is not known whether gradients add up."""
+    """Memory may run out before the search knows whether the loop accumulates gradients."""
     search, law = LoopSearch([10**4] * 4, is_careful=False), Law(((0, 10, 0),), ((250, 30),))
     search.ran_out(64, 0)
     for _ in range(MAX_SPLITS):

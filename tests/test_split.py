@@ -1,4 +1,4 @@
-"""Chunk sizes by a number and by weights."""
+"""Test ``split_batch`` and ``split_by_weights``."""
 
 import math
 from fractions import Fraction
@@ -18,7 +18,10 @@ caps = st.integers(0, 600)
 
 @given(batch_sizes, device_counts, caps)
 def test_chunks_cover_the_batch(batch_size, num_devices, gpu0_bsz):
-    """Device 0 gets at most gpu0_bsz, and the others differ by one, or all get torch's chunks."""
+    """Chunks add up to the batch, and device 0 gets at most gpu0_bsz.
+
+    Either the split is that of ``torch.chunk``, or the other chunks differ by at most 1.
+    """
     sizes = split_batch(batch_size, num_devices, gpu0_bsz)
     assert len(sizes) == num_devices and sum(sizes) == batch_size
     assert all(type(size) is int and size >= 0 for size in sizes)

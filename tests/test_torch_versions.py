@@ -1,4 +1,4 @@
-"""Private names of torch: all are listed, and what happens without each is what the list says."""
+"""Test that all private names of torch in use are listed, and what happens if torch lacks some."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ assert_same_gradients(module, twin)
 
 
 def run_without(names: Iterable[str], script: str) -> str:
-    """The output of a script in a process where torch lacks these names; nothing if it succeeds."""
+    """Run a script in a process where torch lacks ``names``.
+
+    Return the output of the script, or an empty string if the script succeeds.
+    """
     prelude = "from pkgutil import resolve_name"
     for owner, _, name in (name.rpartition(".") for name in names):
         prelude += f"\ndelattr(resolve_name('torch.{owner}'.rstrip('.')), '{name}')"
@@ -107,7 +110,7 @@ ELSEWHERE = {
 
 
 def private_names() -> set[str]:
-    """The private names in the package that it does not define itself."""
+    """Return the private names that the package uses and does not define itself."""
     trees = [ast.parse(path.read_text("utf-8")) for path in ROOT.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     named = [node for node in nodes if not isinstance(node, ast.alias)]
@@ -133,7 +136,7 @@ def test_all_private_names_are_listed():
 
 
 def test_nothing_listed_is_unused():
-    """Each name is in the sources, and not in the list only."""
+    """Each listed name occurs in the sources outside the list, too."""
     sources = "".join(path.read_text("utf-8") for path in ROOT.rglob("*.py"))
     names = [name.removesuffix("._schema").split(".")[-1] for name in (*NEEDED, *FOR_EMULATION)]
     assert [name for name in names if sources.count(name) <= names.count(name)] == []

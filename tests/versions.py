@@ -1,4 +1,4 @@
-"""Which torch a test needs."""
+"""Marks for tests that need a version of torch."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def has_torch(version: str) -> bool:
 
 
 def since_torch(version: str) -> pytest.MarkDecorator:
-    """Marks tests of what torch has from this version on."""
+    """Return a mark that skips a test if torch is older than ``version``."""
     return pytest.mark.skipif(not has_torch(version), reason=f"torch has it from {version} on")

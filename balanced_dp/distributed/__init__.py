@@ -1,8 +1,8 @@
-"""Uneven splits with one process for each device.
+"""Uneven splits of each batch over ranks, where each rank is a process with one device.
 
 The functions work with ``DistributedDataParallel`` and ``fully_shard``, in processes started by
-torchrun. They add two things: chunks of different sizes, and a loss that is scaled so that
-gradients are exact.
+torchrun. They add two things: chunks of different sizes for the ranks, and a loss that is scaled so
+that the averaged gradients are those of the whole batch.
 """
 
 from .loss_scaling import count_all_ranks, scale_loss

@@ -1,4 +1,4 @@
-"""Scaling of a rank's loss, so that gradients averaged over ranks are those of the whole batch."""
+"""Scale a rank's loss, so that gradients averaged over ranks are those of the whole batch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The functions of torch.distributed.nn keep, as their default group, the one that exists when
-# torch.distributed.nn is first imported. The first optimizer imports it. If that came after
-# init_process_group, destroy_process_group would not end gloo's threads, which sometimes abort a
-# process at exit.
+# The functions of torch.distributed.nn keep, as their default group, the group that exists when
+# torch.distributed.nn is first imported. The first optimizer imports it. If this first import came
+# after init_process_group, destroy_process_group would not end gloo's threads, which sometimes
+# abort a process at exit.
 import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from ..errors import ArgumentError
 
 
 class TotalCount:
-    """The sum of the counts of all ranks, computed asynchronously. See ``count_all_ranks``."""
+    """The number of samples or tokens of all ranks together. ``count_all_ranks`` returns it."""
 
     def __init__(self, count: float, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -29,9 +29,9 @@ class TotalCount:
         self._work = dist.all_reduce(self._sum, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """Wait for the sum and return it as a 0-dim float64 tensor.
+        """Wait for the counts of all ranks, and return their sum as a 0-dim float64 tensor.
 
-        If NCCL is the only backend, the device waits instead of the host.
+        If NCCL is the only backend of the group, the device waits instead of the host.
 
         Raises:
             RuntimeError: a rank did not report within the group's timeout. (NCCL's watchdog ends
@@ -42,15 +42,17 @@ class TotalCount:
 
 
 def count_all_ranks(count: float | Tensor, group: dist.ProcessGroup | None = None) -> TotalCount:
-    """Sum the counts of all ranks, asynchronously. Every rank of the group must call it.
+    """Add up the numbers of samples or tokens of all ranks, asynchronously.
+
+    Every rank of the group must call this function.
 
     Args:
-        count: this rank's count, as for ``scale_loss``. With gradient accumulation, give the sum
-            over all micro-batches of the step.
+        count: this rank's number of samples or tokens, as for ``scale_loss``. With gradient
+            accumulation, give the sum over all micro-batches of the step.
         group: the process group that averages gradients; by default the default group.
 
     Returns:
-        The sum, to be passed to ``scale_loss`` as ``total``.
+        The sum, as an object to be passed to ``scale_loss`` as ``total``.
 
     Raises:
         ValueError: there is no process group.
@@ -74,20 +76,22 @@ def scale_loss(
     total=count_all_ranks(sum(counts)))``. If the framework divides the loss by the number of
     micro-batches, as accelerate and DeepSpeed do, multiply the scaled loss by this number.
 
-    If ``count`` is 0, the result and its gradients are 0, even if the loss is NaN: a hook on each
-    node of the graph returns zeros if all gradients that the node receives are 0. The nodes inside
-    a reentrant checkpoint have no hooks, so a division of 0 by 0 in it still gives NaN.
+    If ``count`` is 0, the scaled loss and its gradients are 0, even if ``loss`` is NaN. For this, a
+    hook on each node of the autograd graph of ``loss`` returns zeros if all gradients that the node
+    receives are 0. The nodes inside a reentrant checkpoint get no hooks. So if 0 is divided by 0
+    inside such a checkpoint, gradients are still NaN.
 
     Args:
         loss: this rank's mean over its ``count`` samples or tokens, a tensor with one element of
-            any floating-point dtype. The factor is rounded to this dtype, in bfloat16 to 8 bits.
+            any floating-point dtype. The factor ``world_size * count / total`` is rounded to this
+            dtype, in bfloat16 to 8 bits.
         count: the number of samples or tokens, or the sum of weights, that ``loss`` is a mean over,
-            at least 0. The host reads it. If it is a tensor on a device, the host waits for the
-            device, so count labels before they are moved to the device.
-        total: the sum of the counts of all ranks. By default the ranks compute it together, so
-            every rank must call ``scale_loss``.
-        group: the process group that averages gradients. If ``total`` comes from
-            ``count_all_ranks``, the group of ``total`` is used; by default, the default group.
+            at least 0. The host reads this number. If it is a tensor on a device, the host waits
+            for the device, so count labels before they are moved to the device.
+        total: the sum of the counts of all ranks. If None, the ranks add up their counts in
+            ``scale_loss``, so every rank must call it.
+        group: the process group that averages gradients; by default, the default group. It is
+            ignored if ``total`` is a result of ``count_all_ranks``, whose group is used instead.
 
     Raises:
         ArgumentError: ``count`` is higher than ``total``.
@@ -118,12 +122,12 @@ def scale_loss(
 
 
 def _keep_zero_gradients(loss: Tensor) -> None:
-    """Register ``_zeros_of_zeros`` on all nodes of the graph of ``loss``."""
+    """Register the hook ``_zeros_of_zeros`` on all nodes of the autograd graph but leaf nodes."""
     nodes = [loss.grad_fn]
     seen = {None, *nodes}
     while nodes:
         node = nodes.pop()
-        if node is None or not node.next_functions:  # a parameter's node outlives the graph
+        if node is None or not node.next_functions:  # a leaf node outlives the graph
             continue
         node.register_hook(_zeros_of_zeros)
         following = {function for function, _ in node.next_functions} - seen
@@ -132,9 +136,14 @@ def _keep_zero_gradients(loss: Tensor) -> None:
 
 
 def _zeros_of_zeros(inputs: Any, outputs: Any) -> tuple[Tensor | None, ...] | None:
-    """Return zeros as a node's outgoing gradients if all its incoming gradients are zeros.
+    """Return zeros as the gradients that a node sends on if it has received only zeros.
 
-    The incoming gradients may differ from zero if another loss uses the node, too.
+    Otherwise, return None, so that the gradients do not change. A node may receive other gradients
+    than zeros if another loss uses the node, too.
+
+    Args:
+        inputs: the gradients that the node sends on: those of its inputs in the forward pass.
+        outputs: the gradients that the node has received: those of its outputs.
     """
     if any(bool(gradient.abs().sum()) for gradient in outputs if gradient is not None):
         return None

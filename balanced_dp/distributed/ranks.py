@@ -1,4 +1,4 @@
-"""The chunk size of each rank, and the batches that a sampler makes with them."""
+"""The chunk size of each rank, and a batch sampler that gives each rank its chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..parallel.nested import leaves, replaced
 from ..split import as_integer, split_batch, split_by_weights
 
 _ORDER = ("num_samples", "shuffle", "seed")
-"""Attributes that determine the order of the samples."""
+"""Attributes of a ``BalancedBatchSampler`` that determine the order of the samples."""
 
 
 def split_ranks(
@@ -31,10 +31,11 @@ def split_ranks(
 ) -> tuple[int, ...]:
     """Return the chunk size of each rank; the sum is ``batch_size``.
 
-    With ``rank0_bsz`` alone, rank 0 gets at most that many samples, and the rest is divided evenly
-    over the other ranks. With ``weights``, chunk sizes are in proportion to the weights. With
-    ``capacities``, chunk sizes are in proportion to the memory that each rank has left after
-    ``fixed_bytes``. To find ``fixed_bytes``, use ``measure_step`` on one emulated device.
+    With ``rank0_bsz`` alone, rank 0 gets at most ``rank0_bsz`` samples, and the rest is divided
+    evenly over the other ranks. With ``weights``, chunk sizes are in proportion to the weights.
+    With ``capacities``, chunk sizes are in proportion to the memory that is left on each rank's
+    device after ``fixed_bytes``. To find ``fixed_bytes``, use
+    ``balanced_dp.tuning.step.measure_step`` on one emulated device.
 
     Examples:
         >>> split_ranks(32, 4, rank0_bsz=2)
@@ -44,8 +45,8 @@ def split_ranks(
 
     Args:
         batch_size: number of samples in the whole batch, at least 0.
-        world_size: number of ranks; by default the number of weights or capacities, or else the
-            size of the default process group.
+        world_size: number of ranks. The default is the number of weights or capacities; if neither
+            is given, it is the size of the default process group.
         rank0_bsz: maximum chunk size of rank 0, at least 0.
         weights: one number for each rank, at least 0 and not all 0.
         capacities: memory of each rank's device in bytes.
@@ -54,8 +55,8 @@ def split_ranks(
 
     Raises:
         ArgumentError: ``rank0_bsz``, ``weights`` and ``capacities`` are all missing; ``weights``
-            and ``capacities`` are both given; their number is not ``world_size``; or a device has
-            no memory left after ``fixed_bytes``.
+            and ``capacities`` are both given; the number of weights or capacities is not
+            ``world_size``; or a device has no memory left after ``fixed_bytes``.
         ArgumentTypeError: an argument has the wrong type.
         ValueError: ``world_size`` is needed, and there is no process group.
     """
@@ -107,8 +108,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         dataset: the dataset to sample from; only its length is used.
         batch_size: number of samples in the whole batch, at least 1.
         chunk_sizes: the chunk size of each rank, from ``split_ranks``.
-        rank: the rank of this process; by default its rank in the default process group. It is
-            required if ``world_size`` is given.
+        rank: the rank of this process; by default its rank in the default process group. If
+            ``world_size`` is given, ``rank`` must be given, too.
         world_size: number of ranks; by default that of the default process group.
         shuffle: whether to shuffle the samples in each epoch.
         seed: seed of the shuffling, which must be the same on all ranks. The order of an epoch is
@@ -156,8 +157,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"batch_size={batch_size}, got {found[0]}, in all {found[1]}"
             )
         self.epoch = 0
-        # The positions in the order at which the next iteration begins and the current iteration
-        # began, and the number of batches that the current iteration has yielded.
+        # In the order of the samples, the positions at which the next iteration will begin and at
+        # which the current one has begun; and the number of batches that the latter has yielded.
         self._next_start = self._start = self._num_yielded = 0
 
     def __len__(self) -> int:
@@ -186,27 +187,29 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Set the epoch, and so the order, of the next iteration.
 
         Call this method before each epoch, with the same epoch on all ranks. If a state of this
-        epoch was loaded, the next iteration resumes at the position of the state. If not, the next
-        iteration begins with the first batch.
+        epoch was loaded by ``load_state_dict``, the next iteration resumes at the position of the
+        state. If not, the next iteration begins with the first batch.
         """
         if epoch != self.epoch:
             self._next_start = self._start = self._num_yielded = 0
         self.epoch = epoch
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int | bool]:
-        """Return the position in the epoch, which is the same on all ranks.
+        """Return the sampler's position in the epoch as a dict, which is the same on all ranks.
 
-        The position is a number of samples of all ranks, so the state can be loaded with another
-        number of ranks, other chunk sizes and another batch size.
+        The position is the number of samples that all ranks together have used. So the state can be
+        loaded with another number of ranks, other chunk sizes and another batch size.
 
         Args:
-            num_batches: number of batches used in training since this iteration began, as counted
-                by ``enumerate(loader, 1)``; a resumed iteration starts from 0 again. The default is
-                the number of batches yielded. This is too high for a ``DataLoader`` with workers,
-                since workers fetch batches in advance.
+            num_batches: number of batches used in training since the current iteration of the
+                sampler began, as counted by ``enumerate(loader, 1)``. A resumed iteration starts
+                from 0 again. The default is the number of batches that the sampler has yielded.
+                This is too high for a ``DataLoader`` with workers, since workers fetch batches in
+                advance.
 
         Raises:
-            ArgumentError: ``num_batches`` is higher than the number of batches yielded.
+            ArgumentError: ``num_batches`` is negative, or higher than the number of batches that
+                the sampler has yielded.
         """
         if num_batches is None:
             num_batches = self._num_yielded
@@ -220,13 +223,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return position | {name: getattr(self, name) for name in _ORDER}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state, so that the next iteration resumes at its position.
+        """Load a state, so that the next iteration resumes at the position of the state.
 
         Args:
             state: a result of ``state_dict``.
 
         Raises:
-            ArgumentError: the state is of another dataset or order.
+            ArgumentError: the state is of a sampler with another number of samples, another
+                ``shuffle`` or another ``seed``.
         """
         for name in _ORDER:
             if state[name] != getattr(self, name):
@@ -244,8 +248,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
 class EmptyBatches:
     """A ``collate_fn`` that also makes batches without samples, for ranks with empty chunks.
 
-    An empty batch is made from a batch of the dataset's first sample: its tensors are cut to size 0
-    in dimension 0. Their dtypes, their other sizes, and objects that are not tensors are unchanged.
+    An empty batch is made from a batch of the dataset's first sample, by cutting the tensors to
+    size 0 in dimension 0. The dtypes and the other sizes of the tensors do not change. 0-dim
+    tensors, and objects that are not tensors, do not change at all.
 
     Examples:
         >>> loader = torch.utils.data.DataLoader(

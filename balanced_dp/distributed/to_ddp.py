@@ -25,21 +25,22 @@ def convert(
     Every process must call this function, after ``init_process_group``. The module is moved in
     place to the device of this rank, so it keeps its parameters, buffers and hooks. Hooks of
     ``model`` itself are not kept. State dicts have the same keys, so checkpoints of either class
-    can be loaded into the other. An optimizer that has state remains valid if the module does not
-    change its device; if it does, load the optimizer's state dict again.
+    can be loaded into the other. An existing optimizer remains valid. But if it has state, and the
+    module is moved to another device, load the optimizer's state dict again.
 
-    For chunks of different sizes, gradients are those of the whole batch if ``scale_loss`` is
-    applied to the loss; ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)`` returns the chunk
-    sizes for any number of ranks. Outputs are not gathered: each rank has those of its own samples.
+    For chunks of different sizes, the averaged gradients are those of the whole batch if
+    ``scale_loss`` is applied to the loss. ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)``
+    returns the chunk sizes for any number of ranks. Outputs are not gathered: each rank has the
+    outputs of its own samples.
 
     Args:
         model: the model to convert.
         device: the device of this rank. The default is the entry of ``model.devices`` whose index
-            is torchrun's ``LOCAL_RANK``, or without it the global rank. If ``model.device_ids`` is
-            empty, the default is the module's device.
-        **ddp_arguments: arguments of ``DistributedDataParallel``. Two of them have other defaults:
-            ``gradient_as_bucket_view=True``, which avoids a copy of the gradients, and
-            ``device_ids=[device]`` on an accelerator, which moves inputs to it.
+            is torchrun's ``LOCAL_RANK``; without ``LOCAL_RANK``, the index is the global rank. If
+            ``model.device_ids`` is empty, the module stays on its device by default.
+        **ddp_arguments: arguments of ``DistributedDataParallel``. Two of them have other defaults
+            than in torch: ``gradient_as_bucket_view=True``, which avoids a copy of the gradients,
+            and, on an accelerator, ``device_ids=[device]``, which moves inputs to the device.
 
     Raises:
         ArgumentError: there are more processes than devices.
@@ -54,7 +55,7 @@ def convert(
         device = torch.device(device)
         module.to(device)
         if device.type == default_device_type():
-            # Moves inputs there, as BalancedDataParallel does.
+            # Let DistributedDataParallel move inputs there, as BalancedDataParallel does.
             arguments.setdefault("device_ids", [device])
     ddp = DistributedDataParallel(module, **arguments)
     ddp.training = model.training  # train() would set the mode of the module, too

@@ -1,4 +1,4 @@
-"""The memory at the peak, by use."""
+"""What the memory of each device was used for when the device's memory was at its peak."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from ..errors import ProbeError
 def memory_breakdown(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes of each use at the peak of each device, in a dict by device name.
+    """Return what the peak memory of each device of ``model`` was used for, in bytes.
 
-    The bytes of a device add up to its peak since the peak was last reset: by
-    ``reset_peak_memory_stats``, at the beginning of a measured block, or by a record of a logger.
-    On emulated devices the bytes are exact. On other devices, ``parameter``, ``buffer``,
+    The result is a dict by device name, such as ``"cuda:0"``. Each value is a dict from the uses of
+    memory, such as ``"parameter"`` or ``"gradient"``, to bytes. The bytes of a device add up to its
+    peak memory since the peak was last reset. The peak is reset by ``reset_peak_memory_stats``, by
+    ``MemoryProbe.measure`` when its block begins, and by a ``MemoryLogger`` when it writes a
+    record.
+
+    On emulated devices, the bytes are exact. On other devices, ``parameter``, ``buffer``,
     ``gradient`` and ``optimizer state`` count the tensors that exist now, including the copies of
     parameters and buffers on each device. There, ``rest`` is everything else: activations, gathered
-    outputs, the loss. Call this function before ``zero_grad``, after any training step but the
-    first.
+    outputs, the loss. Call this function after a training step other than the first, and before
+    ``zero_grad`` frees the gradients.
 
     Args:
-        model: a ``BalancedDataParallel``, or any other module. The devices of another module are
+        model: a ``BalancedDataParallel``, or any other module. The devices of any other module are
             those of its parameters and buffers.
-        optimizer: the optimizer of the parameters, to list its state separately.
+        optimizer: the optimizer of the parameters, whose state is then listed separately.
 
     Raises:
         ProbeError: no device of the model counts its memory.
@@ -53,7 +57,7 @@ def _devices_of(model: nn.Module) -> list[torch.device]:
 def _uses(
     device: torch.device, model: Any, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Return the bytes of each use, which add up to the device's peak."""
+    """Return a dict from each use of memory to bytes, which add up to the device's peak."""
     module = torch.get_device_module(device)
     if hasattr(module, "memory_breakdown"):
         labelled: dict[str, int] = module.memory_breakdown(device).peak
@@ -76,7 +80,7 @@ def _uses(
 
 
 def _num_bytes(tensors: Iterable[Any], device: torch.device | None, seen: set[int]) -> int:
-    """Return the allocated size of the tensors on ``device``, or on all devices if that is None.
+    """Return the allocated bytes of those ``tensors`` that are on ``device``, or of all if None.
 
     Storages in ``seen`` are skipped, and storages that are counted are added to ``seen``.
     """
@@ -91,7 +95,7 @@ def _num_bytes(tensors: Iterable[Any], device: torch.device | None, seen: set[in
 
 
 def _parts(tensor: Any) -> tuple[torch.Tensor, ...]:
-    """Return the strided tensors that have the data of ``tensor``."""
+    """Return the strided tensors that hold the data of ``tensor``, which may be sparse."""
     if not isinstance(tensor, torch.Tensor) or nn.parameter.is_lazy(tensor):
         return ()
     if tensor.layout is torch.sparse_coo:

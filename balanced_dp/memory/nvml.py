@@ -1,4 +1,7 @@
-"""Queries of NVML about the GPUs of this machine. No other file calls ``pynvml`` functions."""
+"""Ask NVML (NVIDIA's management library) about the GPUs of this machine.
+
+No other file calls functions of ``pynvml``.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,28 @@ import pynvml
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Board:
-    """A GPU that NVML lists, or a MIG slice of one. Unknown fields are None."""
+    """A whole GPU that NVML lists, or one MIG slice of a GPU. Unknown fields are None."""
 
     nvml_index: int
     mig_index: int | None = None
     uuid: str | None = None
     name: str | None = None
     pci_bus_id: tuple[int, int, int] | None = None
-    """Domain, bus and device; a slice has those of its board."""
+    """The PCI domain, bus and device numbers. A MIG slice has those of its GPU."""
     handle: Any = None
-    """None if NVML gives none, as for a lost GPU."""
+    """NVML's handle, an argument of its functions; None if NVML gives none, as for a lost GPU."""
 
 
 def list_boards() -> list[Board]:
-    """Return all boards in the order of their indices. A board in MIG mode is listed by slice.
+    """Return a ``Board`` for each GPU that NVML lists, in the order of NVML's indices.
+
+    A GPU that is divided into MIG slices has one ``Board`` for each slice instead.
 
     Each call initializes NVML, because a forked process must initialize it again. NVML stays open
     until the process ends.
 
     Raises:
-        pynvml.NVMLError: there is no library, driver or permission, or NVML cannot count the
-            boards.
+        pynvml.NVMLError: there is no library, driver or permission, or NVML cannot count the GPUs.
     """
     pynvml.nvmlInit()
     indices = range(pynvml.nvmlDeviceGetCount())
@@ -39,7 +43,7 @@ def list_boards() -> list[Board]:
 
 
 def memory_of(board: Board) -> dict[str, Any]:
-    """Return the fields of ``DeviceMemory`` that NVML has for a board, in bytes.
+    """Return the total, used and free bytes of a board, as a dict by field of ``DeviceMemory``.
 
     Drivers before 510 only have version 1 of the query, which counts the driver's reserved
     memory as used.
@@ -82,7 +86,7 @@ def _boards_at(index: int) -> list[Board]:
 
 
 def _ask(query: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a query, or None if it fails."""
+    """Return the result of a function of NVML, or None if NVML reports an error."""
     try:
         return query(*arguments)
     except pynvml.NVMLError:
@@ -90,11 +94,14 @@ def _ask(query: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
-    """Return the board of a CUDA device, by UUID or else by PCI bus id; None unless one matches.
+    """Return the NVML board of a CUDA device, or None if it cannot be identified.
+
+    It is the only board with the device's UUID. If there is not exactly one, it is the only board
+    with the device's PCI bus id.
 
     CUDA and NVML number devices differently. CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``,
-    by default the fastest first. NVML numbers all boards, in the order of their PCI bus ids. MIG
-    slices have the PCI bus id of their board.
+    by default with the fastest first. NVML numbers all GPUs, in the order of their PCI bus ids. A
+    MIG slice has the PCI bus id of its GPU.
 
     Args:
         properties: the result of ``torch.cuda.get_device_properties``.

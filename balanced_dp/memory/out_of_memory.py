@@ -1,4 +1,4 @@
-"""Tell whether memory ran out and on which device, and add the remedy to the error."""
+"""Recognize out-of-memory errors, find the device that ran out, and add advice to the error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from ..errors import add_note
 
 OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""Messages of RuntimeErrors about failed allocations outside of torch's allocator, as by cuBLAS.
+"""Texts that mark a ``RuntimeError`` as an out-of-memory error of a library such as cuBLAS.
+
+Such a library allocates memory without torch's allocator.
 
 Source: the first matrix product on an H100 with 2 MiB of free memory.
 """
@@ -24,7 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def num_ooms(devices: Sequence[torch.device]) -> list[int]:
-    """Return how often torch's allocator of each device ran out of memory."""
+    """Return, for each device, how often torch's allocator has run out of memory so far."""
     return [torch.get_device_module(d).memory_stats(d).get("num_ooms", 0) for d in devices]
 
 
@@ -36,7 +38,7 @@ def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int
 
     Args:
         devices: the devices.
-        before: the earlier result of ``num_ooms``.
+        before: the result of ``num_ooms(devices)`` from before memory ran out.
     """
     ran_out = [now > count for count, now in zip(before, num_ooms(devices), strict=True)]
     if any(ran_out):
@@ -49,12 +51,13 @@ def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int
 def advising(
     devices: Sequence[torch.device], chunk_sizes: Sequence[int], remedy: Callable[[int], str]
 ) -> Iterator[None]:
-    """Add the split and the remedy to an out-of-memory error of a ``with`` block.
+    """Add the split of the batch and a remedy to an out-of-memory error of a ``with`` block.
 
     Args:
         devices: the devices that share the batch.
         chunk_sizes: the chunk size of each device.
-        remedy: returns the remedy for a batch size. It is called when memory runs out.
+        remedy: a function that takes the batch size and returns the remedy as text. It is called
+            only if memory runs out.
     """
     try:
         yield

@@ -1,4 +1,7 @@
-"""Peaks of memory that overlapping measurements can each reset, and a logger."""
+"""The peak memory of devices during a measurement, and a logger of peak memory.
+
+Measurements may overlap, although torch has only one peak for each device.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ def capacities_of(devices: Sequence[torch.device]) -> list[int]:
 class Peaks:
     """The peak memory of devices since this object was created.
 
-    Before the constructor resets the devices' peaks, it saves them in all other ``Peaks`` objects.
-    So measured blocks may be nested, and a logger may write a record inside a measured block. Calls
-    of ``reset_peak_memory_stats`` elsewhere are not noticed.
+    The constructor resets torch's peak memory statistics of the devices. Before that, it saves the
+    peaks so far in all other ``Peaks`` objects. So blocks of ``MemoryProbe.measure`` may be nested,
+    and a ``MemoryLogger`` may write a record inside such a block. Calls of
+    ``reset_peak_memory_stats`` elsewhere are not noticed.
 
     Args:
         devices: devices that count their memory, without duplicates.
@@ -51,11 +55,11 @@ class Peaks:
 
     @property
     def allocated(self) -> tuple[int, ...]:
-        """The peak of the allocated bytes of each distinct device."""
+        """The peak of the allocated bytes of each device, in the order of ``devices``."""
         return tuple(self.of(device)[0] for device in self._earlier)
 
     def of(self, device: torch.device) -> tuple[int, int]:
-        """Return the peaks of the allocated and of the reserved bytes of a device."""
+        """Return the peaks of the allocated bytes and of the reserved bytes of ``device``."""
         module = _statistics_of(device)
         allocated, reserved = self._earlier[device]
         return (
@@ -65,27 +69,31 @@ class Peaks:
 
 
 def _statistics_of(device: torch.device) -> Any:
-    """Return the module with the memory statistics of a device, to read and to reset.
+    """Return the module whose functions read and reset the memory statistics of ``device``.
 
-    The peaks of emulated devices are separate from those that a script sees in ``torch.cuda``.
+    For an emulated device, this is not ``torch.cuda``, even if the device's type is ``"cuda"``. Its
+    peak is separate from the one that a script sees in ``torch.cuda``.
     """
     return device_module if is_emulated(device) else torch.get_device_module(device)
 
 
 class MemoryLogger:
-    """A logger of the peak memory of each of a model's devices, and of their imbalance.
+    """A logger of the peak memory of each device of a model, and of how much these peaks differ.
 
-    A record has one value for each device, such as ``memory/cuda:0 (gpu:3)/peak_MiB``: the maximum
-    memory occupied by tensors since the last record. Its last value, ``memory/imbalance``, is
-    (max - min) / max of these peaks. Steps without a record cost nothing. A record does not
-    synchronize the devices, because the allocator counts on the host. A record resets the peaks of
-    the devices, but does not change the result of a measured block around it.
+    A record has one value for each device, with a tag such as ``memory/cuda:0 (gpu:3)/peak_MiB``,
+    where ``gpu:3`` is the device's name in NVML. The value is the maximum memory that tensors have
+    occupied since the last record. The last value of a record, ``memory/imbalance``, is
+    (max - min) / max of these peaks.
+
+    Steps without a record cost nothing. Writing a record does not synchronize the devices, because
+    the allocator counts on the host. It resets torch's peak memory statistics of the devices, but
+    does not change the result of a block of ``MemoryProbe.measure`` around it.
 
     Args:
-        model: the ``BalancedDataParallel``.
-        writer: a ``SummaryWriter``, any object with its method ``add_scalar(tag, value, step)``, or
-            a function with these arguments.
-        every: number of steps from one record to the next, at least 1.
+        model: the ``BalancedDataParallel`` whose devices are logged.
+        writer: a ``SummaryWriter``, any other object with a method
+            ``add_scalar(tag, value, step)``, or a function with these arguments.
+        every: the number of steps from one record to the next, at least 1.
 
     Raises:
         ArgumentError: ``every`` is below 1.
@@ -121,7 +129,10 @@ class MemoryLogger:
         self._peaks = Peaks(self._devices)
 
     def step(self) -> None:
-        """Count a step, and write a record every ``every`` steps. Call this after each step."""
+        """Count a training step, and write a record at every ``every``-th step.
+
+        Call this method after each training step.
+        """
         self.num_steps += 1
         if self.num_steps % self.every:
             return

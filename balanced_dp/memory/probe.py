@@ -22,19 +22,20 @@ SAMPLING_INTERVAL_S = 0.010
 
 
 class MemoryProbe:
-    """A probe of the memory of devices, as torch's allocator and NVML report it.
+    """A probe that reads the memory of devices from torch's allocator and from NVML.
 
-    NVML (package ``nvidia-ml-py``) is loaded when the first probe needs it. Emulated devices, and
-    accelerators without NVML, are measured by their device module alone.
+    NVML (package ``nvidia-ml-py``) is loaded when the first probe needs it. For emulated devices,
+    and for accelerators without NVML, only the device module (the counterpart of ``torch.cuda``)
+    is asked.
 
     Args:
-        devices: devices as ints, strings or ``torch.device``. None means all devices: the emulated
-            ones inside ``emulate_devices``, else torch's accelerators and the boards that NVML
-            lists and torch does not see.
+        devices: devices as ints, strings or ``torch.device``. None means all devices. Inside
+            ``emulate_devices``, these are the emulated devices. Elsewhere, these are torch's
+            accelerators, and the GPUs that NVML lists but torch does not see.
 
     Attributes:
         devices: the devices, as a list of ``torch.device`` without duplicates.
-        nvml_error: why NVML is not used; None if NVML is used, or if no device needs it.
+        nvml_error: the reason why NVML is not used; None if NVML is used, or if no device needs it.
 
     Raises:
         ArgumentError, ArgumentTypeError: ``devices`` is invalid.
@@ -78,7 +79,10 @@ class MemoryProbe:
             self._unseen = [board for board in boards if board not in self._boards.values()]
 
     def snapshot(self) -> tuple[DeviceMemory, ...]:
-        """Return the memory of each device now, without synchronizing the devices."""
+        """Return the current memory of each device, without synchronizing the devices.
+
+        The GPUs that NVML lists but torch does not see come last.
+        """
         return (
             *map(self._snapshot_device, self.devices),
             *(_add_nvml(DeviceMemory(device=None), board) for board in self._unseen),
@@ -114,11 +118,12 @@ class MemoryProbe:
     def measure(self) -> Iterator[StepMemory]:
         """Measure the memory that a ``with`` block takes on each device.
 
-        The devices' peaks are reset at the beginning. If NVML is available, a thread samples it
-        every 10 ms, or less often while other threads hold the GIL. The thread ends with the block.
+        The peak memory statistics of the devices are reset when the block begins. If NVML is
+        available, a thread samples the used memory every 10 ms, or less often while other threads
+        hold the GIL. The thread ends with the block.
 
         Yields:
-            The results, which are complete when the block has ended.
+            A ``StepMemory``, whose fields are complete when the block has ended.
 
         Examples:
             >>> with emulate_devices(2, memory="1GiB") as devices:
@@ -157,7 +162,7 @@ class MemoryProbe:
 
 
 def _add_nvml(memory: DeviceMemory, board: Board) -> DeviceMemory:
-    """Return ``memory`` with the fields of NVML."""
+    """Return a copy of ``memory`` in which the fields that NVML knows are those of ``board``."""
     memory = replace(
         memory,
         nvml_index=board.nvml_index,
@@ -175,21 +180,22 @@ def _add_nvml(memory: DeviceMemory, board: Board) -> DeviceMemory:
 def _sampled_peaks(
     boards: Mapping[torch.device, Board],
 ) -> Iterator[Mapping[torch.device, int | None]]:
-    """Start a thread that samples the used memory every 10 ms or less often, until the block ends.
+    """Start a thread that samples the used memory of boards until the ``with`` block ends.
 
-    Other threads may hold the GIL for longer than 10 ms. While four threads ran pure Python
-    code, a sample was taken every 36 ms. Rare samples miss little, because the allocator keeps the
-    memory that it has reserved. A last sample is always taken at the end.
+    A sample is taken every 10 ms, or less often, since other threads may hold the GIL for longer.
+    While four threads ran pure Python code, a sample was taken every 36 ms. Rare samples miss
+    little, because the allocator keeps the memory that it has reserved. A last sample is always
+    taken when the block ends.
 
     Yields:
-        The largest sample of each device's board in bytes, a lower bound of its peak; None if all
-        queries failed.
+        A dict from each device to the largest sample so far in bytes, which is a lower bound of the
+        peak of the used memory. It is None for a device if all its queries failed.
     """
     peaks: dict[torch.device, int | None] = dict.fromkeys(boards)
     has_ended = threading.Event()
 
     def sample() -> None:
-        is_last = not boards  # without boards, the thread ends at once
+        is_last = not boards  # without boards, the thread ends immediately
         while not is_last:
             is_last = has_ended.wait(SAMPLING_INTERVAL_S)
             for device, board in boards.items():
@@ -210,6 +216,6 @@ def _has_nvml(device: torch.device) -> bool:
 
 
 def _retries(device: torch.device) -> Any:
-    """Return how often the allocator emptied its cache and tried again; None if unknown."""
+    """Return how often torch's allocator emptied its cache to try again; None if unknown."""
     stats: dict[str, int] = torch.get_device_module(device).memory_stats(device)
     return stats.get("num_alloc_retries")

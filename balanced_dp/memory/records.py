@@ -1,4 +1,4 @@
-"""The memory of a device and of a measured block. Pure, without torch."""
+"""Records of the memory of a device, and of a measured block. They do not need torch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ class DeviceMemory:
     """The memory of one device, in bytes. Unknown fields are None.
 
     Memory is counted at three levels. Tensors occupy ``allocated_bytes``. Torch's allocator holds
-    ``reserved_bytes``, for the tensors and its cache. On the device, ``used_bytes`` are in use: by
-    the allocator, CUDA contexts, workspaces outside of the allocator, and other processes.
+    ``reserved_bytes``, for the tensors and its cache. On the device, ``used_bytes`` are in use by
+    torch's allocator, by CUDA contexts, by workspaces outside of the allocator, and by other
+    processes.
 
     Attributes:
-        device: torch's name of the device; None for a board that NVML lists and torch does not see.
-        nvml_index: the index of the board in NVML and nvidia-smi.
-        mig_index: the index of the MIG slice, None for a whole board.
+        device: torch's name of the device; None for a GPU that NVML lists but torch does not see.
+        nvml_index: the index of the GPU in NVML and nvidia-smi.
+        mig_index: the index of the MIG slice; None for a whole GPU.
         uuid: the UUID of nvidia-smi, ``GPU-...`` or ``MIG-...``.
         name: the name of the device.
         total_bytes: the capacity of the device.
-        used_bytes: memory in use by all processes.
-        free_bytes: memory not in use.
+        used_bytes: memory of the device that is in use by all processes together.
+        free_bytes: memory of the device that is not in use.
         allocated_bytes: memory occupied by tensors of this process.
         reserved_bytes: memory managed by torch's allocator.
-        peak_allocated_bytes: maximum of ``allocated_bytes`` since the peak was last reset, or in
-            the measured block.
-        peak_reserved_bytes: maximum of ``reserved_bytes`` over the same time.
-        peak_used_bytes: the largest sample of ``used_bytes`` in the measured block, a lower bound.
-        num_alloc_retries: number of times that the allocator emptied its cache and tried again.
-        error: why values are missing, such as a lost GPU.
+        peak_allocated_bytes: the maximum of ``allocated_bytes``: in a result of
+            ``MemoryProbe.measure``, during the measured block; in a snapshot, since the peak was
+            last reset.
+        peak_reserved_bytes: the maximum of ``reserved_bytes`` during the same time.
+        peak_used_bytes: the largest sample of ``used_bytes`` during the measured block. It is a
+            lower bound of the maximum.
+        num_alloc_retries: how often torch's allocator emptied its cache to try again.
+        error: the reason why fields are missing, for example that the GPU is lost.
     """
 
     device: str | None
@@ -54,7 +57,10 @@ class DeviceMemory:
 
     @property
     def label(self) -> str:
-        """The names in CUDA and NVML, such as ``"cuda:0 (gpu:3)"``, or the only known name."""
+        """The device's names in torch and NVML, such as ``"cuda:0 (gpu:3)"``.
+
+        If only one of the two names is known, it is that name.
+        """
         if self.nvml_index is None:
             return str(self.device)
         board = f"gpu:{self.nvml_index}"
@@ -65,11 +71,14 @@ class DeviceMemory:
 
 @dataclass(slots=True)
 class StepMemory:
-    """The memory of a measured block, complete when the block has ended.
+    """The memory that a ``with`` block of ``MemoryProbe.measure`` took on each device.
+
+    The fields are complete when the block has ended.
 
     Attributes:
-        devices: one entry for each device; empty until the block ends, or if the block raises.
-        reason: why the measurement is not valid; None if it is valid.
+        devices: the memory of each device. It is empty until the block ends, and stays empty if the
+            block raises an exception.
+        reason: the reason why the measurement is not valid; None if it is valid.
     """
 
     devices: tuple[DeviceMemory, ...] = ()
@@ -93,7 +102,7 @@ class StepMemory:
 
     @property
     def imbalance(self) -> float:
-        """(max - min) / max of the devices' peaks, from 0 to 1.
+        """How much the peaks of the devices differ: (max - min) / max, from 0 to 1.
 
         Raises:
             ProbeError: the block has not completed.
@@ -102,7 +111,7 @@ class StepMemory:
 
     @property
     def utilization(self) -> tuple[float, ...]:
-        """The peak of each device, as a fraction of its capacity.
+        """The peak allocated bytes of each device, as a fraction of the device's capacity.
 
         Raises:
             ProbeError: the block has not completed.
@@ -112,7 +121,7 @@ class StepMemory:
 
     @property
     def fullest(self) -> DeviceMemory:
-        """The bottleneck device: the first of those with the highest utilization.
+        """The memory of the device with the highest utilization; the first one, if several have it.
 
         Raises:
             ProbeError: the block has not completed.
@@ -120,9 +129,11 @@ class StepMemory:
         return self.devices[self.utilization.index(max(self.utilization))]
 
     def check_split(self, tolerance: float = 0.10) -> str | None:
-        """Return how to balance the split, why that is unknown, or None if balanced.
+        """Return advice on how to balance the memory of the devices, or None if it is balanced.
 
-        Utilizations are compared, so devices with different capacities may hold different amounts.
+        If the measurement is not valid, the reason is returned instead of advice. What is compared
+        are the utilizations (peaks as fractions of the capacities), so devices with different
+        capacities may hold different amounts of memory.
 
         Args:
             tolerance: the largest difference between utilizations that counts as balanced, as a
@@ -159,5 +170,5 @@ def _peak(memory: DeviceMemory) -> str:
 
 
 def imbalance_of(values: Sequence[float]) -> float:
-    """Return (max - min) / max, or 0 if all values are 0."""
+    """Return (max - min) / max of ``values``, or 0 if all values are 0."""
     return (max(values) - min(values)) / max(values) if max(values) else 0.0

@@ -12,7 +12,7 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT](?:I?B)?|B)?\s*", re.ASCII | re
 
 
 def parse_bytes(size: int | str, argument: str = "memory") -> int:
-    """Parse a size in bytes.
+    """Return the number of bytes of a size such as ``"11GiB"``.
 
     Args:
         size: an integer in bytes, or text such as ``"11GiB"``, ``"512 MiB"``, ``"1.5g"`` or
@@ -40,7 +40,7 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format a number of bytes in the largest binary unit that gives at least 1.
+    """Format a number of bytes in the largest binary unit of which it is at least 1.
 
     Examples:
         >>> format_bytes(11 * 2**30), format_bytes(3_500_000), format_bytes(512)
@@ -51,6 +51,9 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the size and name of the largest binary unit up to ``largest``, at least the byte."""
+    """Return the bytes and the name of the largest binary unit that is at most ``largest`` bytes.
+
+    If ``largest`` is below 1024, the unit is the byte.
+    """
     power = max((n for n in range(1, 5) if abs(largest) >= 1 << 10 * n), default=0)
     return 1 << 10 * power, f"{_PREFIXES[power]}iB" if power else "B"

@@ -1,4 +1,4 @@
-"""A folder with workloads of a user's own, and a report on one of them."""
+"""Fixtures: a folder with workloads as users write them, and a report on one of these."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def invoke(folder, monkeypatch):
-    """Run a command in the folder and in this process, which saves importing torch again."""
+    """A function that runs ``balanced-dp`` with arguments in the folder of workloads.
+
+    The command runs in this process, so that torch is not imported again.
+    """
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mine", raising=False)

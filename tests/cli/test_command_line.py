@@ -1,4 +1,4 @@
-"""What holds for all commands."""
+"""Test what all commands have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plan, tune, report, demo and validate: what they print and write."""
+"""Test what the commands plan, tune, report, demo and validate print and write."""
 
 from __future__ import annotations
 

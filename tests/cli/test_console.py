@@ -1,4 +1,4 @@
-"""What a terminal of 80 columns shows."""
+"""Test what the commands show on a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ USES = ("parameter", "gradient", "optimizer state", "activation", "gathered outp
 
 @contextlib.contextmanager
 def shown(width=80):
-    """Yield a list that gets the lines that are printed on a terminal."""
+    """Let the console print to a terminal of ``width`` columns, and record what it shows.
+
+    Yields:
+        A list, which has the printed lines when the ``with`` block has ended.
+    """
     console = Console(
         file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False
     )

@@ -1,4 +1,4 @@
-"""balanced-dp run: a script is run, unchanged, and what it needs is said."""
+"""Test ``balanced-dp run``, which runs a script unchanged and reports what memory it needs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if "exit" in sys.argv or "parse" in sys.argv:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file of a script in the current folder."""
+    """Write a training script to a temporary folder, change to the folder, and return the path."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT, "utf-8")
@@ -62,14 +62,14 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> Result:
-    """Run the command in this process, where torch is imported already."""
+    """Run ``balanced-dp run`` in this process, where torch is imported already."""
     ended = CliRunner().invoke(app, ["run", *arguments])
     assert ended.exception is None or isinstance(ended.exception, SystemExit), ended.exception
     return ended
 
 
 def measured(script: Path, *words: str, **options: Any) -> tuple[int, Any, list[Any]]:
-    """Run the script in this process, without the command line."""
+    """Call ``run_and_measure`` for a script in this process, without the command line."""
     return run_and_measure(str(script), words or ("9", "256", "wrap"), **options)
 
 

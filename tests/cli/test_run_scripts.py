@@ -1,4 +1,7 @@
-"""Training scripts as people write them: same losses on emulated GPUs, and plans that hold."""
+"""Run training scripts as people write them by ``balanced-dp run``, on four emulated GPUs.
+
+The losses must be those of one device.
+"""
 
 from __future__ import annotations
 

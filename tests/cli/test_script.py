@@ -1,4 +1,4 @@
-"""A script runs in this process as under python, with its own exit code and traceback."""
+"""Test that scripts run in this process as with python, with the same exit code and traceback."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""An accelerator with CUDA's streams, events, allocator and communicators, for machines without.
+"""A stand-in for CUDA devices, for machines without GPUs.
 
-``torch.device("stand_in", 0)`` to ``3`` run the code that only CUDA takes. The CPU computes at
-once, while vector clocks tell what a GPU might have run in another order. It is compiled when it is
-first imported, which must be before the first backward: autograd makes its threads then.
+The stand-in is an accelerator with CUDA's streams, events, allocator and communicators. Its devices
+are ``torch.device("stand_in", 0)`` to ``torch.device("stand_in", 3)``. They run the code of
+balanced_dp that otherwise runs only on CUDA devices. The CPU computes each operation immediately,
+while vector clocks record which operations a GPU might have run in another order.
 
-It is a model of the hardware, not hardware.
+The C++ extension is compiled when this package is first imported. This must be before the first
+backward pass, in which autograd makes its threads. The stand-in is a model of the hardware, not
+hardware.
 """
 
 from __future__ import annotations
@@ -42,10 +45,11 @@ def _why_not() -> str | None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a folder of torch's builds while one of them compiles.
+    """Keep other processes out of a build folder while this process compiles the extension.
 
-    torch's own lock is a file, for which others wait forever if its process was killed. This one
-    is the system's, which ends with the process, so whoever has it may remove that file.
+    torch's own lock is the file ``lock``. If a process that has made this file is killed, all
+    others wait forever. The lock of this function is a lock of the operating system, which ends
+    with the process. So the process that holds it may remove torch's file.
     """
     import fcntl  # Windows has none
 
@@ -69,7 +73,7 @@ def _load() -> Any:
 
 
 WHY_NOT = _why_not()
-"""Why it cannot be used here; None if it can."""
+"""The reason why the stand-in cannot be used on this machine; None if it can."""
 
 if WHY_NOT is None:
     extension = _load()
@@ -78,11 +82,11 @@ if WHY_NOT is None:
 
 
 class StandIn:
-    """The stand-in while it is the accelerator.
+    """The stand-in for CUDA devices while it is torch's accelerator. ``opened`` yields it.
 
     Attributes:
-        devices: its devices.
-        nccl: the communicators that NCCL would have opened.
+        devices: the devices of the stand-in.
+        nccl: the replacement of NCCL, which also lists the communicators that were opened.
     """
 
     def __init__(self, nccl: Communicators) -> None:
@@ -90,12 +94,22 @@ class StandIn:
         self.nccl = nccl
 
     def races(self) -> list[str]:
-        """Returns what does not come after what it must, and forgets it."""
+        """Return a message for each race since the last call.
+
+        In a race, an operation reads or writes memory without waiting for another operation that
+        reads or writes it.
+        """
         return extension.races()
 
     @contextmanager
     def recorded(self) -> Iterator[list[clock.Work]]:
-        """Records what is launched, for a clock to run; all before it is done when it begins."""
+        """Record the work that is launched in a ``with`` block, so that ``run`` can time it.
+
+        The devices are synchronized when the block begins.
+
+        Yields:
+            A list, which has the recorded work when the block has ended.
+        """
         for device in self.devices:
             torch.accelerator.synchronize(device)
         work: list[clock.Work] = []
@@ -109,17 +123,18 @@ class StandIn:
     def run(
         self, work: Sequence[clock.Work], operations_per_s: float, bytes_per_s: float
     ) -> list[clock.Span]:
-        """Returns when each piece of work would have run."""
+        """Return when each piece of recorded work would run on devices with the given speeds."""
         return clock.run(work, extension.STREAMS_EACH, operations_per_s, bytes_per_s)
 
     @contextmanager
     def limited(self, index: int, num_bytes: int, failure: str = "") -> Iterator[None]:
-        """Lets a device hold so much, beyond which a request fails.
+        """Limit the memory of a device inside a ``with`` block. Larger requests fail.
 
         Args:
-            index: of the device.
-            num_bytes: what it can hold.
-            failure: the text of the error; if empty, it is torch's own, which is counted.
+            index: the index of the device.
+            num_bytes: the bytes that the device can hold.
+            failure: the message of the error. If empty, the error is torch's out-of-memory error,
+                which the allocator's statistics count.
         """
         extension.set_limit(index, num_bytes, failure)
         module.total_bytes[index] = num_bytes
@@ -131,7 +146,7 @@ class StandIn:
 
     @property
     def num_waits(self) -> int:
-        """How many times the host has waited for a device."""
+        """The number of times that the host has waited for a device."""
         return extension.num_waits()
 
 
@@ -140,7 +155,7 @@ _flatten_parameters = nn.RNNBase.flatten_parameters
 
 @torch.no_grad()
 def _flatten_as_cudnn(rnn: nn.RNNBase) -> None:
-    """Gives the weights of an RNN a new storage, as ``_cudnn_rnn_flatten_weight`` does."""
+    """Give the weights of an RNN a new storage, as torch's ``_cudnn_rnn_flatten_weight`` does."""
     weights: list[Any] = rnn._flat_weights
     if any(weight.device.type != NAME for weight in weights):
         _flatten_parameters(rnn)
@@ -153,12 +168,14 @@ def _flatten_as_cudnn(rnn: nn.RNNBase) -> None:
 
 @contextmanager
 def opened() -> Iterator[StandIn]:
-    """Makes the stand-in the accelerator that ``device_ids`` means.
+    """Make the stand-in torch's accelerator, and so the type of int device ids, for a block.
 
     Raises:
-        AssertionError: at the end, if there was a race that nobody has asked for.
+        AssertionError: when the block ends, if there were races that ``StandIn.races`` has not
+            returned.
     """
-    # Module.to keeps parameters, and tied ones tied, on CUDA; without this, not on PrivateUse1.
+    # On CUDA, Module.to keeps the Parameter objects, so tied parameters remain tied. Without this
+    # setting, it does not keep them on devices of type PrivateUse1, such as the stand-in.
     keeps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     CUDA_LIKE.add(NAME)
@@ -174,6 +191,6 @@ def opened() -> Iterator[StandIn]:
             assert not found, "races:\n" + "\n".join(found)
     finally:
         extension.reset()
-        torch.accelerator.empty_cache()  # or each test would leave its blocks
+        torch.accelerator.empty_cache()  # else each test would leave its cached blocks
         CUDA_LIKE.remove(NAME)
         torch.__future__.set_swap_module_params_on_conversion(keeps)

@@ -1,8 +1,9 @@
-"""How long recorded work would take, had devices run it side by side.
+"""Compute how long recorded work would take if the devices ran it in parallel.
 
-Matrix products take time by their operations, copies and broadcasts by their bytes; all else, and
-launching, takes none. A device computes one product at a time, and one transfer at a time goes into
-a device. Lengths are to be compared with each other, not with hardware.
+The time of a matrix product depends on its number of operations, and the time of a copy or
+collective on its bytes. Everything else, including launching, takes no time. A device computes one
+product at a time and receives one transfer at a time. The times are for comparison with each other,
+not with the times of real hardware.
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ from dataclasses import dataclass
 TRANSFERS = ("copy", "upload", "download", "broadcast", "reduce")
 
 Work = tuple[str, list[tuple[int, int]], list[int], float, dict[int, int]]
-"""As the extension records it: its name, its streams and their counts, the devices that it
-transfers to, its operations or bytes, and what it comes after, itself included."""
+"""A piece of work, as the extension records it.
+
+It is the name, the streams with the count of each stream, the devices that data is transferred to,
+the number of operations or bytes, and the vector clock. The vector clock is a dict from streams to
+counts: the work comes after the work with these counts. It includes the counts of the work itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a piece of work ran.
+    """The time in which a piece of work ran.
 
     Attributes:
-        start_s: when it began.
-        end_s: when it ended.
-        device: whose stream it was in.
-        stream: the index of the stream on that device, 0 for the default one.
-        name: the operator, or the kind of transfer.
-        targets: the devices that it transferred to; -1 is the host.
+        start_s: when the work began, in seconds.
+        end_s: when the work ended, in seconds.
+        device: the index of the device in whose stream the work ran.
+        stream: the index of the stream on the device; 0 for the default stream.
+        name: the name of the operator, or of the kind of transfer.
+        targets: the indices of the devices that data was transferred to; -1 is the host.
     """
 
     start_s: float
@@ -42,9 +47,10 @@ class Span:
 def run(
     record: Sequence[Work], streams_each: int, operations_per_s: float, bytes_per_s: float
 ) -> list[Span]:
-    """Returns when each piece of work runs that takes time, a collective once for each stream.
+    """Return a ``Span`` for each piece of work that takes time.
 
-    Work is served in the order in which it is ready, whatever the order of launching.
+    A collective has a span for each of its streams. Work starts in the order in which it becomes
+    ready, which may differ from the order in which it was launched.
     """
     of_count = {own: i for i, (_, streams, *_) in enumerate(record) for own in streams}
     followers: list[list[int]] = [[] for _ in record]
@@ -82,12 +88,12 @@ def run(
 
 
 def length_s(spans: Iterable[Span]) -> float:
-    """Returns when all has ended."""
+    """Return the time at which the last of the spans ends, in seconds."""
     return max(span.end_s for span in spans)
 
 
 def computing_s(spans: Iterable[Span]) -> float:
-    """Returns for how long the device computes that computes the longest."""
+    """Return the computing time of the device that computes for the longest time, in seconds."""
     busy_s: dict[int, float] = {}
     for span in spans:
         if not span.targets:

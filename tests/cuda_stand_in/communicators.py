@@ -1,4 +1,6 @@
-"""What ``torch.nn.parallel.comm`` calls where torch was built with CUDA, for the stand-in.
+"""A replacement of NCCL for the stand-in for CUDA devices.
+
+It provides the functions that ``torch.nn.parallel.comm`` calls if torch is built with CUDA.
 
 Source: ``torch/csrc/cuda/comm.cpp`` and ``nccl.cpp`` of torch 2.13.
 """
@@ -24,15 +26,15 @@ NCCL_DTYPES = {
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 }
-"""What ``to_nccl_data_type`` knows."""
+"""The dtypes that torch's function ``to_nccl_data_type`` accepts."""
 
 
 class Communicators:
-    """NCCL, which opens a communicator for each list of devices that it is used for, and keeps it.
+    """A replacement of NCCL, which keeps one communicator for each list of devices it is used for.
 
     Attributes:
-        opened: the indices of the devices of each.
-        refuses_threads: whether it is an error that two threads use it at the same time.
+        opened: the communicators, each as a tuple of device indices.
+        refuses_threads: whether it is an error if two threads use NCCL at the same time.
     """
 
     def __init__(self, extension: Any) -> None:
@@ -44,7 +46,7 @@ class Communicators:
     @classmethod
     @contextmanager
     def replaced(cls, extension: Any) -> Iterator[Communicators]:
-        """Gives ``torch.nn.parallel.comm`` this, in place of what torch was built without."""
+        """Provide the functions that ``torch.nn.parallel.comm`` needs and this torch lacks."""
         nccl = cls(extension)
         functions = {
             "_broadcast": nccl.broadcast,
@@ -93,7 +95,7 @@ class Communicators:
             raise RuntimeError("two threads use NCCL at the same time")
         try:
             if self.refuses_threads:
-                time.sleep(0.0005)  # lets another thread in, if there is one
+                time.sleep(0.0005)  # lets another thread run, if there is one
             devices = tuple(tensor.get_device() for tensor in inputs)
             if devices not in self.opened:
                 self.opened.append(devices)
@@ -103,7 +105,7 @@ class Communicators:
 
 
 def is_available(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether NCCL takes these tensors: dense ones, in order, each on another device."""
+    """Return whether NCCL accepts ``tensors``: dense, contiguous, and each on another device."""
     devices = {tensor.device for tensor in tensors}
     return len(devices) == len(tensors) and all(
         t.device.type == NAME and not t.is_sparse and t.is_contiguous() for t in tensors

@@ -1,4 +1,7 @@
-"""``torch.stand_in``, which ``torch.get_device_module`` returns; the names are ``torch.cuda``'s."""
+"""The device module of the stand-in for CUDA devices, ``torch.get_device_module("stand_in")``.
+
+Its functions have the names of those in ``torch.cuda``.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ TOTAL_BYTES = 16 * 2**30
 
 
 class DeviceModule(types.ModuleType):
-    """The module; ``torch.accelerator`` and the extension do all of it.
+    """The module ``torch.stand_in``. Most functions are those of ``torch.accelerator``.
 
     Attributes:
-        is_open: whether it says that it is available.
-        total_bytes: what each device says that it can hold.
+        is_open: whether the stand-in reports that it is available.
+        total_bytes: the memory capacity that each device reports, in bytes.
     """
 
     Event, Stream, OutOfMemoryError = torch.Event, torch.Stream, torch.OutOfMemoryError
@@ -32,7 +35,7 @@ class DeviceModule(types.ModuleType):
         self._extension = extension
 
     def __getattr__(self, name: str) -> Any:
-        """``memory_allocated``, ``current_stream``, ``synchronize`` and others like these."""
+        """Return a function of ``torch.accelerator``, such as ``memory_allocated``."""
         return getattr(self._extension if name == "is_initialized" else torch.accelerator, name)
 
     def is_available(self) -> bool:
@@ -58,7 +61,8 @@ class DeviceModule(types.ModuleType):
 
     @contextmanager
     def stream(self, stream: torch.Stream) -> Iterator[None]:
-        # Several threads may enter this with one stream; torch.Stream itself remembers one of them.
+        # Several threads may enter this with the same stream. torch.Stream as a context manager
+        # would remember the previous stream of only one of them.
         with self.device(stream.device):
             before = torch.accelerator.current_stream()
             torch.accelerator.set_stream(stream)
@@ -68,7 +72,7 @@ class DeviceModule(types.ModuleType):
                 torch.accelerator.set_stream(before)
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        # As CUDA's: torch.accelerator's does nothing where there was no tensor yet.
+        # As in torch.cuda. The function of torch.accelerator does nothing before the first tensor.
         torch._C._accelerator_resetPeakStats(_index(device))
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
@@ -98,7 +102,7 @@ class DeviceModule(types.ModuleType):
 
 
 def _index(device: torch.device | str | int | None = None) -> int:
-    """Returns the index of a device, which is the current one's where it says none."""
+    """Return the index of ``device``, or of the current device if ``device`` has no index."""
     if isinstance(device, str):
         device = torch.device(device)
     index = device.index if isinstance(device, torch.device) else device

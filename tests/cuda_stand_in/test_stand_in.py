@@ -1,4 +1,4 @@
-"""The stand-in for CUDA devices: that it sees what it is to see."""
+"""Test that the stand-in for CUDA devices detects races, and that its clock is right."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_tensors_of_two_devices_are_an_error(stand_in: StandIn):
 
 @pytest.fixture
 def x(stand_in: StandIn) -> Iterator[Tensor]:
-    """A tensor on the first device, which is synchronized at the end."""
+    """A tensor on the first device. The device is synchronized after the test."""
     yield torch.zeros(1000, device=stand_in.devices[0])
     torch.accelerator.synchronize(0)
 
 
 def side_stream(device: torch.device) -> torch.Stream:
-    """Returns another stream, after what is in the current one."""
+    """Return a new stream that waits for the work in the current stream."""
     side = torch.Stream(device)
     side.wait_stream(torch.accelerator.current_stream(device))
     return side
@@ -158,7 +158,10 @@ BYTES = 4 * SIZE**2
 
 
 def spans(stand_in: StandIn, work) -> list[tuple[float, float, str]]:
-    """Returns start, end and name, where a product takes a second and a matrix's transfer, too."""
+    """Return start, end and name of each piece of work, in the order of the starts.
+
+    A product of two matrices takes a second, and so does the transfer of a matrix.
+    """
     found = sorted(stand_in.run(work, OPERATIONS, BYTES), key=lambda span: span.start_s)
     return [(span.start_s, span.end_s, span.name) for span in found]
 

@@ -1,4 +1,7 @@
-"""Ranks train as one process with the whole batch does; models are converted for them."""
+"""Test that ranks train as one process with the whole batch does.
+
+Also test the conversion of a ``BalancedDataParallel`` for ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ def test_ranks_train_as_one_process_does(tmp_path):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Make a process group of this process only, once: torch 2.5 may hang where it ends one."""
+    """Make a process group that consists of this process only.
+
+    It is made once for all tests of this file, since torch 2.5 may hang when a group is destroyed.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

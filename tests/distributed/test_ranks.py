@@ -1,4 +1,4 @@
-"""The chunk sizes of ranks, and the batches that a sampler makes with them."""
+"""Test the chunk sizes of ranks, and the batch sampler that uses them."""
 
 from __future__ import annotations
 

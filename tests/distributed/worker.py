@@ -1,7 +1,8 @@
-"""Script for four processes: training on two and on four ranks.
+"""Script that four processes run, to compare training on two and on four ranks with one process.
 
-Rank 0 writes a JSON object with the name of each case and the largest difference between the ranks
-and one process with the whole batch, or the exception that was raised.
+Rank 0 writes a JSON object by the names of the cases. The value of a case is the largest difference
+between training on the ranks and training in one process with the whole batch, or the exception
+that was raised.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def tokens(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def masked_mean(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """Return a masked mean, whose gradients are NaN if no element is selected."""
+    """Return the mean of the losses of the targets that count, and how many these are.
+
+    If no target counts, the mean and its gradients are NaN.
+    """
     mask = (target != IGNORED).to(output.dtype)
     each = cross_entropy(output.transpose(1, 2), target.clamp(min=0), reduction="none")
     return (each * mask).sum() / mask.sum(), int(mask.sum())
@@ -70,13 +74,13 @@ def tagger(sparse: bool = False) -> nn.Module:
 
 
 def partly() -> nn.Module:
-    """Return a module with unused parameters."""
+    """Return a module that does not use all of its parameters."""
     unused = nn.Linear(5, 5)
     return Lambda(lambda self, x: self.used(x), used=tagger(), unused=unused)
 
 
 def twice() -> nn.Module:
-    """Return a layer in two reentrant checkpoints, for which static_graph is needed."""
+    """Return a module that runs a layer in two reentrant checkpoints; DDP needs static_graph."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         x = x.requires_grad_()
@@ -93,7 +97,7 @@ def numbers(count: int) -> Batch:
 
 
 def token_labels(count: int) -> Batch:
-    """Return data with which some ranks have rows, but no target that counts."""
+    """Return inputs and labels such that on some ranks all labels of a batch are ignored."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(5, (count, 4), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED
@@ -122,7 +126,10 @@ def accelerated(net: nn.Module, group: Group) -> nn.Module:
 
 
 def backward(model: nn.Module, loss: Tensor) -> None:
-    """accelerate divides each loss by the number of micro-batches."""
+    """Call ``backward`` on a loss, by way of accelerate if the model uses accelerate.
+
+    accelerate divides each loss by the number of micro-batches, so the loss is multiplied by it.
+    """
     if accelerator := getattr(model, "accelerator", None):
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
     else:
@@ -130,7 +137,10 @@ def backward(model: nn.Module, loss: Tensor) -> None:
 
 
 def gradient_reduction(model: nn.Module, is_last: bool):
-    """Set whether the next backward pass reduces gradients or only accumulates them."""
+    """Return a context for the passes of a micro-batch, which decides if gradients are reduced.
+
+    They are reduced over the ranks if ``is_last`` is True, and otherwise only accumulated.
+    """
     if accelerator := getattr(model, "accelerator", None):
         return accelerator.accumulate(model)
     if isinstance(model, FSDPModule):
@@ -148,7 +158,10 @@ def difference_from_one_process(
     accumulate: bool,
     group: Group,
 ) -> float:
-    """Return the largest difference from one process in losses, gradients and parameters."""
+    """Train on the ranks of ``group`` and in one process, and return the largest difference.
+
+    Losses, gradients and parameters are compared.
+    """
     rank, shares = dist.get_rank(group), SHARES[dist.get_world_size(group)]
     torch.manual_seed(0)
     reference = make()
@@ -184,7 +197,7 @@ def difference_from_one_process(
 
 
 def split_into_micro_batches(data: Callable[[int], Batch], shares: tuple[tuple[int, ...], ...]):
-    """Return each micro-batch as the batches of its ranks."""
+    """Return a list of micro-batches, each of which is a list with the batch of each rank."""
     sizes = list(itertools.chain(*shares))
     parts = zip(*(part.split(sizes) for part in data(sum(sizes))), strict=True)
     return [list(itertools.islice(parts, len(share))) for share in shares]
@@ -237,7 +250,7 @@ CASES: dict[str, Callable[[Group], float]] = {
     "defaults": defaults_from_the_process_group,
 }
 ON_TWO = {"rows, ddp", "tokens, ddp, accumulated"}
-"""Cases that run on a group of two ranks, too."""
+"""The names of the cases that also run on a group of two ranks."""
 
 
 def main() -> None:

@@ -10,13 +10,13 @@ from balanced_dp.emulation import EmulatedDevices
 
 @pytest.fixture
 def devices(emulate: Callable[..., EmulatedDevices]) -> EmulatedDevices:
-    """Three emulated devices with values; a tensor that outlives the test fails it."""
+    """Three emulated devices that compute values. A test fails if a tensor outlives it."""
     return emulate(3)
 
 
 @pytest.fixture
 def symbolic_devices(emulate: Callable[..., EmulatedDevices]) -> EmulatedDevices:
-    """Two emulated devices in symbolic mode."""
+    """Two emulated devices in symbolic mode, which keep only the shapes of tensors."""
     return emulate(2, symbolic=True)
 
 
@@ -27,5 +27,5 @@ def symbolic(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def device(emulate: Callable[..., EmulatedDevices], symbolic: bool) -> torch.device:
-    """An emulated device with values, and one with shapes only."""
+    """An emulated device, which keeps only the shapes of tensors if ``symbolic`` is True."""
     return emulate(1, symbolic=symbolic)[0]

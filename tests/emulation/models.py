@@ -43,7 +43,7 @@ WITH_DROPOUT: dict[str, Case] = {
     "checkpoint": Case(lambda: _checkpointed(False), tensors((5, 6))),
     "reentrant checkpoint": Case(lambda: _checkpointed(True), tensors((5, 6))),
 }
-"""Models with a dropout that drops nothing, unless ``train`` is told so."""
+"""Models with dropout. Its probability is 0, unless ``train`` gets another one."""
 
 MODELS: dict[str, Case] = {
     **WITH_DROPOUT,
@@ -58,7 +58,7 @@ MODELS: dict[str, Case] = {
 
 
 class Trained(NamedTuple):
-    """The losses and final state of a training run, with its model and optimizer."""
+    """The result of a training run: its losses, and the model and the optimizer after it."""
 
     losses: list[Tensor]
     module: nn.Module
@@ -66,7 +66,7 @@ class Trained(NamedTuple):
 
 
 def train(case: Case, device: Any, *, num_steps: int = 3, dropout: float = 0.0) -> Trained:
-    """Train with AdamW, two backward passes per step and gradient clipping."""
+    """Train on ``device`` with AdamW, with two backward passes per step and gradient clipping."""
     torch.manual_seed(0)
     module = case.make_module().double().train().to(device)
     for part in module.modules():
@@ -87,7 +87,7 @@ def train(case: Case, device: Any, *, num_steps: int = 3, dropout: float = 0.0) 
 
 
 def inputs_of(case: Case, device: Any) -> Any:
-    """Return the positional and the named inputs of four samples."""
+    """Return positional and keyword arguments of a model on ``device``, for four samples."""
 
     def moved(x: Tensor) -> Tensor:
         return x.to(device, torch.float64 if x.is_floating_point() else x.dtype)
@@ -96,7 +96,7 @@ def inputs_of(case: Case, device: Any) -> Any:
 
 
 def outcome(program: Callable[[Any], Any], device: Any) -> list[Any]:
-    """Return what a program computes on a device, with the layouts of all tensors."""
+    """Run a program on a device; return strides, dtypes and values of all tensors it returns."""
     torch.manual_seed(0)
     results = program(device)
     results = list(results) if hasattr(results, "__next__") else results

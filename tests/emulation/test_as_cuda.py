@@ -1,4 +1,4 @@
-"""Emulated devices under the name "cuda", and the functions that torch has for either name."""
+"""Test emulated devices under the name "cuda", and functions that exist for either name."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_default_tensor_type(devices):
 
 
 class Named(torch.Tensor):
-    """A subclass as fastai's and torchvision's, which keeps its class through operators."""
+    """A tensor subclass that operators return again, as those of fastai and torchvision do."""
 
 
 @pytest.mark.parametrize("moves_first", [False, True])
@@ -115,7 +115,7 @@ def test_subclasses(moves_first, devices):
 
 
 class Copied(torch.Tensor):
-    """Results get the attributes of the arguments, as those of fastai's tensors do."""
+    """Results of operators get the attributes of the first argument, as with fastai's tensors."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -249,7 +249,7 @@ def test_there_is_no_nccl(devices):
 
 
 def attributes() -> dict[str, Any]:
-    """Everything in torch's modules, and in classes that are patched, by name."""
+    """Return the identity of each attribute of torch's modules and of patched classes, by name."""
     owners = [m for name, m in sys.modules.items() if name.partition(".")[0] == "torch"]
     owners += [torch.Tensor, torch.UntypedStorage, nn.Module, torch.amp.GradScaler]
     owners += [torch.distributed.Backend, torch.utils._device.DeviceContext]
@@ -338,7 +338,7 @@ def test_unknown_numbers_are_nan(emulate):
 
 @pytest.fixture(params=[False, True], ids=["lazy", "cuda"])
 def either(request: pytest.FixtureRequest, emulate: Callable[..., Any]) -> Any:
-    """Three devices of either name, the last with 4 KiB."""
+    """Three emulated devices named "lazy" or "cuda". The last one has only 4 KiB of memory."""
     return emulate(3, memory=["1MiB", "1MiB", 4096], as_cuda=request.param)
 
 

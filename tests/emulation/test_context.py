@@ -139,7 +139,10 @@ def test_copies_between_devices_are_counted(devices):
 
 
 def used(devices: EmulatedDevices, index: int = 0, when: str = "now") -> dict[str, int]:
-    """Return the uses with bytes, and check that they add up to the allocated memory."""
+    """Return the bytes of each use of memory on a device, without the uses of 0 bytes.
+
+    Also check that the bytes add up to the allocated memory, now and at the peak.
+    """
     breakdown = devices.memory_breakdown(index)
     assert sum(breakdown.now.values()) == torch.lazy.memory_allocated(index)
     assert sum(breakdown.peak.values()) == torch.lazy.max_memory_allocated(index)
@@ -221,7 +224,7 @@ TEMPORARY: list[tuple[Callable[[Any], torch.optim.Optimizer], float]] = [
     (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 0),
     (partial(torch.optim.SGD, lr=0.1, fused=True), 0),
 ]
-"""Optimizers, and their temporary memory in shares of that of the parameters."""
+"""Optimizers, each with its temporary memory as a fraction of the memory of the parameters."""
 
 
 @pytest.mark.parametrize(("make", "temporary"), TEMPORARY)

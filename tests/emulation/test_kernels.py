@@ -16,7 +16,7 @@ from .models import assert_same_outcome, exact
 
 
 def peak_growth(device: torch.device, work: Callable[[], Any]) -> int:
-    """Return how many bytes ``work`` raises the peak above the memory allocated before it."""
+    """Call ``work``, and return its peak memory minus the memory allocated before, in bytes."""
     torch.lazy.reset_peak_memory_stats(device)
     before = torch.lazy.memory_allocated(device)
     work()

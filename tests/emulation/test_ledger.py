@@ -24,7 +24,10 @@ picks = st.integers(0, 1000)
 
 
 class LedgerAgainstLists(RuleBasedStateMachine):
-    """Compare the ledger with lists of blocks, one of which is copied at each peak."""
+    """Compare a ``DeviceLedger`` with a simple model of it, under random operations.
+
+    The model is a list of live blocks, and a copy of this list from the time of the peak.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Operators return the CPU's values and layouts, in symbolic mode the layouts and integers."""
+"""Test that operators on emulated devices return the same as on the CPU.
+
+In symbolic mode, only the layouts and the values of integers are compared.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def outcomes(name: str, device: Any) -> list[Any]:
-    """Return layouts and known values of two calls: the outputs of the first are remembered."""
+    """Call an operator twice, and return the layouts and known values of the outputs.
+
+    It is called twice because the emulation remembers what the first call returns.
+    """
     torch.manual_seed(0)
     found = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Programs compute on emulated devices what they compute on the CPU, and fail where CUDA does."""
+"""Test that programs compute on emulated devices what they do on the CPU, and fail as on CUDA."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def packed_sequence(d: Any) -> Any:
 
 
 def conjugates(d: Any) -> Any:
-    """Operators got the conjugate's data without its bit, and computed with the original."""
+    """Operators once ignored the conjugate bit of their inputs."""
     z = torch.tensor([1 + 2j, 3 - 1j]).to(d).requires_grad_()
     value = (z * z.conj()).sum() + (z.view(1, 2) @ z.view(1, 2).mH).sum() + z.exp().abs().sum()
     value.abs().backward()
@@ -119,7 +119,7 @@ def gradients_of_views(d: Any) -> Any:
 
 
 def shared_gradients(d: Any) -> Any:
-    """A gradient is not added to in place while it, or a view of it, waits for another node."""
+    """A gradient must not change in place while it, or a view of it, waits for another node."""
     leaves = [torch.ones(2, 2, device=d).requires_grad_() for _ in range(4)]
     for waits, added, cut in ((*leaves[:2], lambda x: x), (*leaves[2:], lambda x: x.view(2, 2))):
         late, early = waits * 2, added * 2
@@ -129,7 +129,7 @@ def shared_gradients(d: Any) -> Any:
 
 
 def forward_mode(d: Any) -> Any:
-    """Where a tangent is zero, ``_efficientzerotensor`` was missing."""
+    """For zero tangents, forward-mode AD needs ``_efficientzerotensor``, which was missing."""
     w, x = torch.arange(6.0, device=d).view(2, 3), torch.ones(3, device=d)
     return torch.func.jvp(lambda x: 2 * (w @ x) + w.sum(), (x,), (x,))
 
@@ -143,7 +143,7 @@ def gradients_of_gradients(d: Any) -> Any:
 
 
 def quantization(d: Any) -> Any:
-    """A fused kernel resizes the buffers of observers: their wrappers kept the old shape."""
+    """A fused kernel resizes buffers of an observer, whose wrappers once kept the old shape."""
     quantize = pytest.importorskip("torch.ao.quantization")
     observer = quantize.get_default_qat_qconfig("fbgemm").weight().to(d)
     observer(torch.randn(4, 2).to(d))
@@ -188,7 +188,7 @@ def hooks(d: Any) -> Any:
 
 
 def other_data(d: Any) -> Any:
-    """``p.data = x`` changed the shape that was shown and not the numbers."""
+    """``p.data = x`` once changed the shape of ``p``, but not its values."""
     parameter = nn.Parameter(torch.zeros(10, device=d))
     parameter.data = torch.ones(20, device=d)
     module = nn.Linear(3, 2).to(d)
@@ -197,7 +197,10 @@ def other_data(d: Any) -> Any:
 
 
 def loading_beside_a_graph(d: Any) -> Any:
-    """As restoring the best weights does, with the last loss still in a variable."""
+    """Load weights while a variable still holds the last loss and its graph.
+
+    Scripts that restore the best weights after training do this.
+    """
     module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)).to(d)
     weight = module[1].weight
     state = {name: value.cpu() + 1 for name, value in module.state_dict().items()}

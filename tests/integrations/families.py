@@ -1,4 +1,4 @@
-"""Small models of several families with random weights, and their batches."""
+"""Small models of several families of the package transformers, with their samples."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ SIZES = {
     None: "suppress_tokens begin_suppress_tokens",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-"""The configuration of all families; a family ignores the names of others."""
+"""Sizes for the configurations of all families. A family ignores names that it does not have."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and a function that makes the sample with a given index."""
+    """A function that makes a model, and a function that makes the sample with a given index."""
 
     make_model: Callable[[], nn.Module]
     sample: Callable[[int], dict[str, Any]]
 
 
 def text(index: int, length: int = 12) -> Tensor:
-    """Return an excerpt of real text as indices of its characters."""
+    """Return an excerpt of real text as indices of characters; ``index`` chooses the excerpt."""
     encoded, _ = encoded_text()
     return encoded[index * 37 : index * 37 + length]
 
 
 def with_ignored_labels(labels: Tensor, index: int) -> Tensor:
-    """Set a few labels to -100, and all labels of some samples."""
+    """Return a copy of the labels of a sample in which a few or, for some samples, all are -100."""
     labels = labels.clone()
     labels[: index % 5] = -100
     return labels * 0 - 100 if index % 6 == 0 else labels
@@ -61,7 +61,7 @@ def pixels(index: int, *shape: int) -> Tensor:
 
 
 def made(model_class: Any, **config: Any) -> Callable[[], nn.Module]:
-    """Return the function that makes a small model of a class."""
+    """Return a function that makes a small model of ``model_class`` with random weights."""
     config = {"vocab_size": encoded_text()[1], **SMALL, **config}
     return lambda: model_class(model_class.config_class(**config))
 

@@ -1,4 +1,4 @@
-"""Loops of Lightning Fabric and accelerate, and plain ones, train as on one device."""
+"""Test that loops of Lightning Fabric, of accelerate and plain ones train as on one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch_of(name: str, indices: Iterable[int]) -> dict[str, Tensor]:
 
 
 def batches() -> list[dict[str, Tensor]]:
-    """Make batches of 16, and of 5 for every fifth one; some labels are ignored."""
+    """Return batches of 16 samples, but of 5 in every fifth step. Some labels are ignored."""
     sizes = [5 if step % 5 == 4 else 16 for step in range(NUM_STEPS)]
     return [batch_of("gpt2", range(16 * i, 16 * i + size)) for i, size in enumerate(sizes)]
 

@@ -1,4 +1,7 @@
-"""nn.DataParallel in a script that is not changed, however the script gets at it."""
+"""Test that ``replaced_data_parallel`` replaces nn.DataParallel in an unchanged script.
+
+It does so for every way in which a script may access nn.DataParallel.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ INPUTS = torch.ones(10, 4)
 
 
 class AfterTheEvenSplit(Loop):
-    """A loop with the option to compare with, so that it does not begin with the even split."""
+    """A ``Loop`` that does not begin with the even split, as if this had already been measured.
+
+    It has one option, which stands for the measurement of the even split.
+    """
 
     options = (option((1,), (1,)),)
 

@@ -1,8 +1,9 @@
-"""What PyTorch's tests of DataParallel ask for, of torch's class and of ours in its place.
+"""Run the cases of PyTorch's tests of DataParallel with torch's class and with ours in its place.
 
-It runs on two emulated devices that are named "cuda". So torch's class shows that these behave as
-CUDA devices do, and ours that a script does not notice that it was replaced. The cases are those of
-torch's ``test/distributed/test_data_parallel.py``; ``tests/parallel`` tests the steps of ours.
+The tests run on two emulated devices that are named "cuda". If torch's class passes them, emulated
+devices behave as CUDA devices do. If our class passes them, a script does not notice that torch's
+class has been replaced. The cases are those of torch's ``test/distributed/test_data_parallel.py``.
+``tests/parallel`` tests our class in detail.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ DOUBLE = torch.float64
 
 @pytest.fixture(params=["torch", "ours", "ours, uneven"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whose nn.DataParallel it is; the last one gives the first device one sample."""
+    """The class behind the name nn.DataParallel: torch's, ours, or ours with an uneven split.
+
+    With the uneven split, the first device gets one sample of each batch.
+    """
     with emulate_devices(2, as_cuda=True) as devices:
         value = 1 if "uneven" in request.param else None
         ours = replaced_data_parallel(AfterTheEvenSplit(value, devices))
@@ -45,7 +49,7 @@ def device_of(name: Any) -> torch.device:
 
 
 def both_forms(module: nn.Module, ids: Any, options: Any = None) -> list[Callable[..., Tensor]]:
-    """Returns torch's class and its function."""
+    """Return a call of ``module`` by nn.DataParallel, and one by nn.parallel.data_parallel."""
     options, function = options or {}, nn.parallel.data_parallel
     return [
         lambda *args, **named: nn.DataParallel(module, ids, **options)(*args, **named),

@@ -1,4 +1,4 @@
-"""A Trainer with several devices trains as one with a single device."""
+"""Test that a Trainer with several devices trains as a Trainer with a single device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def samples(family: str, count: int, start: int = 0) -> list[dict[str, Any]]:
 
 
 def make_trainer(folder, trainer_class=BalancedTrainer, family="gpt2", batch_size=4, **options):
-    """Make a Trainer with batches of 16; the last one of an epoch has 5."""
+    """Make a Trainer for a small model, and 21 training samples.
+
+    With four devices and the default batch size, batches have 16 samples, and the last batch of an
+    epoch has 5.
+    """
     torch.manual_seed(0)
     sizes = {f"per_device_{name}_batch_size": batch_size for name in ("train", "eval")}
     arguments = {**ARGUMENTS, **sizes, **options.pop("arguments", {})}
@@ -148,7 +152,10 @@ def test_the_balancing_loss_of_experts_warns(tmp_path):
 
 @pytest.fixture
 def gathered(monkeypatch) -> list[Any]:
-    """Return the names, or the number, of the outputs that a step gathers."""
+    """A list that gets an entry for each forward pass of a ``BalancedDataParallel``.
+
+    The entry is the set of names of the gathered outputs, or their number if they have no names.
+    """
     names: list[Any] = []
     call = BalancedDataParallel.forward
 
@@ -162,7 +169,7 @@ def gathered(monkeypatch) -> list[Any]:
 
 
 class Scorer(nn.Module):
-    """A model with labels and a loss of its own."""
+    """A model that takes a target and returns the value of ``loss`` and the logits."""
 
     def __init__(self, loss: Any, *layers: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""The probe with the real pynvml, which loads a stand-in for NVIDIA's driver library."""
+"""Fixtures to test ``MemoryProbe`` without a GPU.
+
+The real package pynvml loads a stand-in for NVIDIA's driver library.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ NOT_SUPPORTED, NO_PERMISSION, NOT_LOADED, NO_LIBRARY, LOST = 3, 4, 9, 12, 15  # 
 
 
 class Driver(ctypes.Structure):
-    """The state of the driver, as in the C source."""
+    """The state of the stand-in for the driver. The fields are those of the struct in C."""
 
     _fields_ = (
         ("used", ctypes.c_uint64 * NUM_UNITS),
@@ -60,7 +63,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture
 def driver(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, no_accelerator: None) -> Driver:
-    """The driver's state; torch sees no GPU."""
+    """The state of the stand-in for the driver, which pynvml uses. torch sees no GPU."""
     state = Driver.in_dll(library, "state")
     ctypes.memset(ctypes.addressof(state), 0, ctypes.sizeof(state))
     state.used[:], state.reserved = USED, RESERVED
@@ -70,7 +73,10 @@ def driver(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, no_accelerator
 
 
 def cuda_device(unit: int, uuid: str | None = None) -> SimpleNamespace:
-    """Return torch's properties of a device, which has another UUID for a unit of the driver."""
+    """Return what ``torch.cuda.get_device_properties`` shall return for a unit of the driver.
+
+    ``uuid`` replaces the UUID of the unit.
+    """
     return SimpleNamespace(
         name=f"a GPU, says CUDA ({unit})",
         total_memory=7 * GIB,
@@ -83,9 +89,10 @@ def cuda_device(unit: int, uuid: str | None = None) -> SimpleNamespace:
 
 @pytest.fixture
 def cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
-    """A function that lets torch.cuda show units of the driver, in CUDA's order.
+    """A function that makes ``torch.cuda`` list the given units of the driver, in the given order.
 
-    It returns the state of torch's side: its devices, their properties and what they hold.
+    The function returns an object with the devices as torch names them, their properties, and the
+    bytes that torch's allocator reports. A test may change these.
     """
 
     def show(*units: int) -> SimpleNamespace:

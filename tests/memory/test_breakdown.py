@@ -11,7 +11,7 @@ KEPT = ("parameter", "buffer", "gradient", "optimizer state")
 
 @pytest.fixture
 def unlabelled(emulate, monkeypatch):
-    """An emulated device without labels, as on accelerators."""
+    """An emulated device that, like a real one, does not record what memory is used for."""
     [device] = emulate(1)
     monkeypatch.delattr(torch.lazy, "memory_breakdown")
     return device

@@ -18,7 +18,7 @@ from .conftest import A100, GIB, H100, LOST, NO_LIBRARY, NO_PERMISSION, NOT_LOAD
 
 @pytest.fixture
 def probe(monkeypatch, capsys):
-    """A function that runs the command and returns its exit code, output and errors."""
+    """A function that runs ``balanced-dp probe`` and returns its exit code, output and errors."""
 
     def run(*options):
         monkeypatch.setattr(sys, "argv", ["balanced-dp", "probe", *options])
@@ -31,7 +31,7 @@ def probe(monkeypatch, capsys):
 
 @pytest.fixture
 def one_gpu(cuda, monkeypatch):
-    """One CUDA device, the fastest of three boards."""
+    """Let torch see one CUDA device, the fastest of the three GPUs that NVML lists."""
     cuda(H100).bytes = GIB
     monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

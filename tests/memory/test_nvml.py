@@ -1,4 +1,4 @@
-"""The probe on a machine with three different GPUs, and the thread that samples NVML."""
+"""Test ``MemoryProbe`` on a machine with three different GPUs, and the thread that asks NVML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from .conftest import A100, BUSES, GIB, GTX, H100, RESERVED, SLICE, USED, UUIDS,
 
 
 def columns(*names, devices=None):
-    """Return these fields of the snapshot, each for all rows."""
+    """Take a snapshot, and return a list for each of the fields in ``names``.
+
+    The list has the field's value for each device. For one name, only its list is returned.
+    """
     rows = MemoryProbe(devices).snapshot()
     found = [[getattr(row, name) for row in rows] for name in names]
     return found if len(names) > 1 else found[0]
@@ -103,7 +106,7 @@ def test_mig_slices_in_place_of_their_board(driver, cuda):
 
 
 def use(driver, gib, samples=True):
-    """Change the memory in use, and wait until it was sampled."""
+    """Set the used memory of the H100 to ``gib`` GiB, and wait until it has been sampled."""
     driver.used[H100] = gib * GIB
     wanted = driver.num_memory_queries + 4 * samples
     deadline = time.monotonic() + 60

@@ -91,7 +91,7 @@ GIB = 2**30
 
 
 def of_peaks(*peaks: int, capacities: Sequence[int] = ()) -> StepMemory:
-    """Return a measurement with these GiB."""
+    """Return a ``StepMemory`` with the given peaks and capacities of devices, in GiB."""
     pairs = zip(peaks, capacities or [80] * len(peaks), strict=True)
     devices = (
         DeviceMemory(f"cuda:{i}", total_bytes=capacity * GIB, peak_allocated_bytes=peak * GIB)

@@ -1,4 +1,4 @@
-"""Sizes as text are read and written."""
+"""Test reading and writing sizes as text, such as ``"11GiB"``."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Titled(dict):
 
 
 class MirroredDict(dict):
-    """Each item is also an attribute, as those of transformers' ModelOutput are."""
+    """A dictionary whose items are also attributes, as in transformers' ``ModelOutput``."""
 
     def __init__(self, **kwargs):
         super().__init__(kwargs)
@@ -62,7 +62,7 @@ class MirroredDict(dict):
 
 
 class AttributeDict(MirroredDict):
-    """The old recipe: items are attributes, since the dictionary is its own ``__dict__``."""
+    """A dictionary that is its own ``__dict__``, an old recipe to make items attributes."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

@@ -1,6 +1,6 @@
 """Losses as people write them, each a function of a module, its inputs and its outputs.
 
-Further parameters name what a loss is given: see ``GIVEN``.
+A loss may have further parameters. Their names are keys of ``GIVEN``, which has the values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ BATCH, WIDTH, CLASSES, LENGTH = 13, 6, 5, 4
 
 
 class Net(nn.Module):
-    """One row of ``CLASSES`` numbers a sample, ``LENGTH`` such rows by ``tokens``, and a loss."""
+    """A module that computes ``CLASSES`` numbers for each sample, and returns a loss of these.
+
+    The method ``tokens`` computes ``LENGTH`` rows of ``CLASSES`` numbers for each sample.
+    """
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         super().__init__()
@@ -72,30 +75,30 @@ GIVEN: dict[str, Any] = {
     "lengths": 1 + Y.clamp(max=LENGTH - 1),
     "items": torch.tensor(7),
 }
-"""What losses are given, by the names of their parameters."""
+"""The arguments of losses, by the names of the parameters of losses."""
 
 WHOLE = dict.fromkeys(["ignored", "ignored_chunk"], Y) | {
     "tokens": TOKENS.clamp(0),
     **dict.fromkeys(["mask", "holes"], torch.ones(BATCH).double()),
     "token_mask": torch.ones(BATCH, LENGTH).double(),
 }
-"""The same where everything counts."""
+"""Arguments that replace those of ``GIVEN``, so that no sample or token is left out."""
 
 
 def given_to(loss: Callable[..., Any], count: int = BATCH) -> dict[str, Any]:
-    """The arguments of a loss for the first samples of the batch, and the input ``x``."""
+    """Return the arguments of a loss for the first ``count`` samples, including the input ``x``."""
     given = {n: GIVEN[n] for n in inspect.signature(loss).parameters if n in GIVEN} | {"x": X}
     return {n: v[:count] if isinstance(v, Tensor) and v.dim() else v for n, v in given.items()}
 
 
 def rarity(y: Tensor) -> Tensor:
-    """The weight of each sample by how rare its class is."""
+    """Return a weight for each sample: 1 over the number of samples of its class."""
     _, inverse, counts = torch.unique(y, return_inverse=True, return_counts=True)
     return 1 / counts[inverse].double()
 
 
 def rows(output: Tensor) -> Tensor:
-    """A number for each sample."""
+    """Return a number for each sample: the mean square of its outputs."""
     return output.square().mean(1)
 
 
@@ -120,7 +123,7 @@ def updated(net: Net, x: Tensor, o: Tensor, real: Tensor) -> Tensor:
 
 
 class Halved(torch.autograd.Function):
-    """Its gradient is not that of its value."""
+    """The identity, but with a backward pass that halves the gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ class Halved(torch.autograd.Function):
 
 
 class Scaled(Tensor):
-    """Its addition is another one."""
+    """A tensor subclass whose addition multiplies instead."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -146,7 +149,10 @@ def over_all(net: Net, x: Tensor, o: Tensor, ignored: Tensor, real: Tensor) -> d
 
 
 def hits(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Any:
-    """Counts add up and shares are averaged."""
+    """Return a cross entropy, the number of right predictions, and their share.
+
+    For the whole batch, the numbers of the chunks add up, and the shares are averaged.
+    """
     is_right = (o.argmax(1) == y).double()
     return F.cross_entropy(o, y), is_right.sum(), is_right.mean()
 
@@ -157,7 +163,10 @@ def gram(net: Net) -> Tensor:
 
 @torch.enable_grad()
 def gradient(net: Net, x: Tensor) -> Tensor:
-    """The gradient of a sum over samples is one of each sample."""
+    """Return the gradients of the outputs' sum of squares with respect to the inputs.
+
+    The gradient of a sum over samples consists of one gradient for each sample.
+    """
     x = x.detach().requires_grad_()
     return torch.autograd.grad(net.head(x).square().sum(), x, create_graph=True)[0]
 
@@ -177,7 +186,7 @@ PENALTIES: dict[str, Callable[[Net], Any]] = {
     "similar rows": lambda n: (F.normalize(gram(n)) @ F.normalize(gram(n)).T).triu(1).sum(),
     "distance to old weights": lambda n: (n.head.weight - n.head.weight.detach()).square().sum(),
 }
-"""What is added to a mean."""
+"""Terms of a module's weights that are added to a mean loss, by name."""
 
 DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
     "a count": lambda m: m.sum(),
@@ -187,7 +196,7 @@ DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
     "the clamped largest entry": lambda m: m.max().clamp(min=1),
     "a mean": lambda m: m.mean() + 1e-4,
 }
-"""By what a masked sum is divided."""
+"""Functions of a mask that return the divisor of a masked sum, by name."""
 
 EXACT: dict[str, Callable[..., Any]] = {
     # Means over entries.
@@ -385,7 +394,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     ),
     "row of one sample": lambda n, x, o, y: n.head.weight[y[:1]].sum(),
 }
-"""What is not known to be a mean or a sum, and warned of, also where it is exact."""
+"""Losses that are not known to be means or sums. They give a warning, even if they are exact."""
 
 UNSEEN: dict[str, Callable[..., Any]] = {
     "mean of rows times length": lambda n, x, o: (rows(o) * len(x)).mean(),
@@ -420,4 +429,7 @@ UNSEEN: dict[str, Callable[..., Any]] = {
     "sum plus a number": lambda n, x, o: o.square().sum() + 1,
     "mixup of the inputs": lambda n, x, o, real: F.mse_loss(n.head((x + x.flip(0)) / 2), real),
 }
-"""What no graph shows, as docs/loss.md says of each; ``check`` does."""
+"""Losses that differ from the whole batch's in a way that the autograd graph does not show.
+
+docs/loss.md describes each of them. ``model.check`` finds the difference.
+"""

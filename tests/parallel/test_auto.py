@@ -1,4 +1,4 @@
-"""``gpu0_bsz="auto"``: against trying every value, and what it must never do."""
+"""Compare ``gpu0_bsz="auto"`` with trying every value, and test what it must never do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def layers(width, outputs, loss, **options):
-    """Few operators, much activation."""
+    """Return a workload with few operators, whose activations fill most of the memory."""
     return Workload(
         lambda: nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, outputs)),
         lambda n: ((torch.zeros(n, 64),), {}, None),
@@ -36,7 +36,7 @@ TALL = layers(2048, 1, torch.mean, make_optimizer=SGD)
 
 
 class Loop:
-    """A training loop of a workload on emulated devices."""
+    """A training loop that trains the model of a workload on emulated devices."""
 
     def __init__(self, workload, device, gpu0_bsz):
         with torch.device(device):
@@ -51,7 +51,10 @@ class Loop:
         self.workload.loss(self.model(*args, **kwargs), target).backward()
 
     def step(self, *batch_sizes):
-        """Adds up the gradients of batches, and returns how many samples device 0 got last."""
+        """Make a training step with the accumulated gradients of several batches.
+
+        Return how many samples of the last batch device 0 got.
+        """
         self.optimizer.zero_grad()
         for batch_size in batch_sizes:
             self.forward_backward(batch_size)
@@ -59,7 +62,10 @@ class Loop:
         return self.model.chunk_sizes[0]
 
     def follow(self, batch_size, num_steps=14):
-        """Repeats steps that run out of memory; returns all values, and how often it did."""
+        """Make ``num_steps`` training steps, and repeat those that run out of memory.
+
+        Return the number of samples on device 0 in each step, and how often memory ran out.
+        """
         values, num_failures = [], 0
         while len(values) < num_steps:
             try:
@@ -83,7 +89,10 @@ class Loop:
 
 @contextlib.contextmanager
 def looping(workload, num_devices=4, gpu0_bsz="auto", symbolic=True, **options):
-    """Opens emulated devices, gives a loop on them, and takes all from it at the end."""
+    """Open emulated devices, and yield a ``Loop`` on them.
+
+    At the end, all attributes of the loop are deleted, so that no tensor outlives the devices.
+    """
     with emulate_devices(num_devices, symbolic=symbolic, **options) as devices:
         loop = Loop(workload, devices[0], gpu0_bsz)
         try:
@@ -123,7 +132,7 @@ def test_the_value_can_be_read_and_set(loop, monkeypatch):
 
 
 def accumulates(loop, number):
-    """Evaluate, and take smaller last batches, too."""
+    """Accumulate gradients. Some steps have one small batch, or are followed by an evaluation."""
     loop.step(*(400, 200) if number % 4 != 3 else (5,))
     if number % 4 == 1:
         with torch.no_grad():
@@ -131,7 +140,7 @@ def accumulates(loop, number):
 
 
 def skips_steps(loop, number):
-    """``GradScaler`` skips steps whose gradients are not finite."""
+    """Skip some steps of the optimizer, as ``GradScaler`` does if gradients are not finite."""
     loop.optimizer.zero_grad()
     loop.forward_backward(400)
     if number not in (0, 2, 3):
@@ -139,17 +148,20 @@ def skips_steps(loop, number):
 
 
 def runs_out_of_data(loop, number):
-    """Such an iteration takes less of device 0, with which the even split looks best."""
+    """Let some iterations end with a batch of one sample.
+
+    Such an iteration takes less memory of device 0, so that the even split may look best.
+    """
     loop.step(400, 1 if number in (2, 3, 9) else 400)
 
 
 def begins_small(loop, number):
-    """The value of the small batches was kept for good."""
+    """Begin with small batches. Their ``gpu0_bsz`` was once kept forever."""
     loop.step(40 if number < 14 else 400)
 
 
 def differs_in_length(loop, number):
-    """What a sample takes differs from batch to batch, so no law holds."""
+    """Use sequences of another length in each step, so that a sample takes more or less memory."""
     length = [8, 2, 6, 1, 7, 3, 5, 4][number % 8]
     loop.workload = replace(WIDE, make_batch=lambda n: ((torch.zeros(n, length, 64),), {}, None))
     loop.step(400)

@@ -1,4 +1,7 @@
-"""Weights go out once and gradients come back once, to homes on one or on all devices."""
+"""Test that weights are copied once to each device, and that gradients are copied back once.
+
+The parameters are on one device, or spread over all devices.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from ..modules import Lambda, assert_same_gradients
 
 
 class Copied:
-    """The bytes copied between devices since the last question."""
+    """A call returns the bytes copied between emulated devices since the last call."""
 
     def __init__(self):
         self._before = Counter()
@@ -37,7 +40,7 @@ class Copied:
 
 
 def mlp():
-    """Its output is a number, so that next to nothing is gathered."""
+    """Return a perceptron whose output is a number, so that almost nothing is gathered."""
     layers = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3, bias=False))
     return Lambda(lambda self, x: self.layers(x).square().mean(), layers=layers)
 
@@ -148,7 +151,7 @@ def test_frozen_weights_do_not_count_for_buckets():
 
 
 def partly():
-    """Uses some of its small parameters, which share a bucket."""
+    """Return a module with two small parameters in one bucket, of which forward uses only one."""
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     layer = nn.Linear(40, 2)
     return Lambda(lambda self, x: self.layer(x) * self.used, layer=layer, used=used, unused=unused)

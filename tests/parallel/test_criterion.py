@@ -1,4 +1,7 @@
-"""The loss computed on each device: its value and its gradients are those of the whole batch."""
+"""Test ``BalancedCriterion``, which computes the loss on each device.
+
+The value and the gradients must be those of the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,17 @@ WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0], dtype=torch.double)
 
 
 def linear(*shape):
-    """A module of float64 with one output of ``shape`` a sample."""
+    """Return a float64 module whose output has ``shape`` for each sample."""
     size = int(torch.tensor(shape).prod())
     return nn.Sequential(nn.Linear(WIDTH, size), nn.Unflatten(1, shape)).double()
 
 
 def classes(*shape, ignored=None):
-    """Targets of which some are ignored: in any split into (1, 13, 13, 5) all of the first."""
+    """Return random classes as targets, of which some are replaced by ``ignored``.
+
+    If the batch is split into chunks of 1, 13, 13 and 5 samples, all targets of the first chunk are
+    replaced.
+    """
     targets = torch.randint(0, CLASSES, (BATCH, *shape))
     if ignored is not None:
         targets[0] = ignored
@@ -66,27 +73,33 @@ def with_losses(self, x):
 
 
 def goes_on(outputs, target):
-    """Goes on with losses of the module."""
+    """A criterion that adds losses which the module has computed."""
     first, second = outputs["losses"]
     return functional.cross_entropy(outputs["output"], target) + 2 * first - second
 
 
 class Shifted(nn.CrossEntropyLoss):
-    """As of a causal language model: what torch's loss sees is not what the subclass gets."""
+    """The loss of a causal language model, whose targets are shifted by one token.
+
+    So torch's class gets other tensors than this subclass.
+    """
 
     def forward(self, input, target):
         return super().forward(input[:, :-1].flatten(0, 1), target["labels"][:, 1:].flatten())
 
 
 class TimeFirst(nn.CTCLoss):
-    """Log-probabilities for CTC are (T, N, C): the batch is their second dimension."""
+    """The CTC loss of log-probabilities of shape (N, T, C), where torch's class needs (T, N, C)."""
 
     def forward(self, log_probs, *given):
         return super().forward(log_probs.transpose(0, 1), *given)
 
 
 def make_cases():
-    """Criteria, each with a module, targets, named targets and options; test_losses.py has more."""
+    """Return criteria, each with a module, targets, named targets and options.
+
+    test_losses.py has more losses.
+    """
     torch.manual_seed(0)
     ce, bce, logits = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, linear(CLASSES)
     ignored, mask = classes(ignored=-100), (torch.arange(BATCH) % 3 == 1).double()
@@ -150,7 +163,7 @@ def test_the_loss_is_that_of_the_whole_batch(name, split, kind, x):
     criterion, module, targets, kwargs, options = (*CASES[name], {}, {})[:5]
 
     def results(model, criterion):
-        """The loss and the gradients of everything, on the CPU."""
+        """Return the loss and the gradients of the inputs and of all parameters, on the CPU."""
         inputs = x.clone().requires_grad_()
         loss = tree_leaves(criterion(model(inputs), *targets, **kwargs))
         sum((part * (1 + i)).sum() for i, part in enumerate(loss)).backward()

@@ -1,4 +1,7 @@
-"""Outputs of any structure are joined to those of the whole batch, or say what to change."""
+"""Test that outputs of any structure are joined to those of the whole batch.
+
+If outputs cannot be joined, the error must say what to change.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,11 @@ def test_an_output_may_have_fewer_dimensions_than_dim(k):
 
 
 def rows_of(x, k, is_sorted):
-    """Returns k rows of each sample, in the order of the samples or one batch after the other."""
+    """Return ``k`` rows for each sample of ``x``.
+
+    If ``is_sorted``, the ``k`` rows of a sample follow each other. Otherwise, the first rows of all
+    samples come first, then the second rows of all samples, and so on.
+    """
     return torch.stack([x * (i + 1) for i in range(k)], 1 if is_sorted else 0).flatten(0, 1)
 
 

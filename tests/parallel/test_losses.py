@@ -1,4 +1,7 @@
-"""0-dim outputs have the value and the gradients of the whole batch, or a warning says so."""
+"""Test that 0-dim outputs have the value and the gradients of the whole batch.
+
+If they may differ, a warning must say so.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ FOUR = ("cpu",) * 4
 
 
 def results(model: Any, module: nn.Module, has_gradients: bool, x: Tensor, **given: Any) -> Any:
-    """The outputs, and the gradients of each parameter, on the CPU."""
+    """Call a model, and return its outputs and the gradients of all parameters, on the CPU."""
     module.zero_grad()
     with torch.set_grad_enabled(has_gradients):
         outputs = pytree.tree_leaves(model(x, **given))
@@ -60,7 +63,7 @@ def results(model: Any, module: nn.Module, has_gradients: bool, x: Tensor, **giv
 
 
 def make(loss: Any, gpu0_bsz: int | None = 1, devices: Any = FOUR, **options: Any) -> Any:
-    """A model with a loss, and its module on one device."""
+    """Return a ``BalancedDataParallel`` with a loss, and a copy of its module on the CPU."""
     torch.manual_seed(0)
     bare = Net(loss).double()
     module = copy.deepcopy(bare).to(devices[0])
@@ -68,7 +71,10 @@ def make(loss: Any, gpu0_bsz: int | None = 1, devices: Any = FOUR, **options: An
 
 
 def step(model: Any, bare: Any, has_gradients: bool, given: Any) -> tuple[bool, list[str]]:
-    """Whether a call gives what the whole batch gives, and what was warned of."""
+    """Call a model and its bare module with the same arguments, and compare the results.
+
+    Return whether outputs and gradients are equal, and the warnings of the model.
+    """
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = results(model, model.module, has_gradients, **given)
@@ -444,7 +450,7 @@ def test_a_loss_in_a_compiled_module_is_warned_of():
 
 
 class Right:
-    """What stands at the right of an operator, as linear operators do."""
+    """An object that is not a tensor, to be the right operand of an operator on a tensor."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""A warning says where samples of a chunk are computed from each other, and only there."""
+"""Test that a warning is given if, and only if, samples of a chunk are mixed with each other."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GIVEN: dict[str, Tensor] = {
     "ends": torch.tensor([3, 1, 2, 5, 6, 1, 1, 2, 4, 3, 5, 3, 2]),
 }
 GIVEN["long"] = GIVEN["sequence"].transpose(0, 1)
-"""What models are given, by the names of their parameters."""
+"""The arguments of models, by the names of the parameters of ``forward``."""
 
 
 def mixes(found: str) -> bool:
@@ -49,7 +49,7 @@ def mixes(found: str) -> bool:
 
 
 def first_call(module: nn.Module, gpu0_bsz: int, dim: int = 0, **given: Any) -> str:
-    """The warnings of the package in a first call in training."""
+    """Call a module in training mode on four devices; return the texts of ``BalanceWarning``s."""
     model = BalancedDataParallel(gpu0_bsz, module.train(), ["cpu"] * 4, dim=dim)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -58,7 +58,7 @@ def first_call(module: nn.Module, gpu0_bsz: int, dim: int = 0, **given: Any) -> 
 
 
 def net(forward: Callable[..., Any], **members: Any) -> nn.Module:
-    """A module with two layers, ``a`` and ``b``."""
+    """Return a module with the layers ``a`` and ``b``, further members, and the given forward."""
     layers = {"a": nn.Linear(WIDTH, 8), "b": nn.Linear(8, 3)}
     return Lambda(forward, **(layers | members))
 
@@ -126,7 +126,7 @@ def test_samples_that_are_computed_from_each_other_are_warned_of(name, gpu0_bsz)
 
 
 def convolutional(*layers: nn.Module) -> nn.Module:
-    """An image to three numbers by way of eight channels."""
+    """Return a convolutional network from an image to three numbers, with ``layers`` inside."""
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
     layers = nn.Conv2d(3, 8, 3, padding=1), *layers, nn.ReLU(), *head
     return net(lambda m, image: m.all(image), all=nn.Sequential(*layers))
@@ -174,7 +174,7 @@ def experts(m: Any, sequence: Tensor) -> Tensor:
 
 
 def detector(m: Any, sequence: Tensor, boxes: Tensor) -> dict[str, Tensor]:
-    """A loop over images, with another number of boxes for each of them."""
+    """Compute a loss in a loop over the samples, each of which has another number of boxes."""
     kept = [own[box > 0] for own, box in zip(m.a(sequence), boxes, strict=True)]
     return {"box": torch.stack([m.b(k).square().sum() / max(1, len(k)) for k in kept]).mean()}
 

@@ -1,4 +1,4 @@
-"""Steps of all kinds, failures too, leave no memory behind, without the garbage collector."""
+"""Test that steps, even those that fail, free their memory without the garbage collector."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def sets_an_attribute(self, x):
 
 
 def with_a_method():
-    """A method in an instance's own dictionary made a cycle of each replica, and a copy of the
-    weights stayed on each device until the garbage collector came by.
+    """Return a module with methods in its instance dictionary.
+
+    Such a method once made a reference cycle of each replica. So a copy of the weights stayed on
+    each device until the garbage collector ran.
     """
     module = nn.Linear(8, 8)
     module.activation = types.MethodType(lambda self, x: x @ self.weight, module)
@@ -33,7 +35,10 @@ def with_a_method():
 
 
 def with_a_partial():
-    """As accelerate's hooks do it: the old method is kept, the new one is a partial."""
+    """Return a module that keeps its old forward, and whose new one is a partial.
+
+    The hooks of accelerate make such modules.
+    """
     module = nn.Linear(8, 8)
     module.old_forward = module.forward
     module.forward = functools.partial(lambda self, x: self.old_forward(x) @ self.weight, module)
@@ -41,7 +46,11 @@ def with_a_partial():
 
 
 def with_a_hook():
-    """They wrote to the original, and replicas read what an older batch had left there."""
+    """Return a module with a hook that is a method of the module and sets an attribute.
+
+    In replicas, such a hook once set the attribute of the original module. So replicas read the
+    value of an older batch.
+    """
     module = Lambda(lambda self, x: [self.inner(x), self.inner.kept][1], inner=nn.Linear(8, 8))
     keep = types.MethodType(lambda self, *args: setattr(self, "kept", args[-1]), module.inner)
     module.inner.register_forward_hook(keep)

@@ -1,4 +1,7 @@
-"""Training on devices of CUDA's kind: gradients are those of one CPU, and nothing is a race."""
+"""Test training on the stand-in for CUDA devices.
+
+Gradients must be those of training on one CPU, and there must be no races.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ BATCH, WIDTH, CLASSES = 13, 8, 5
 
 @pytest.fixture(autouse=True)
 def several_buckets(monkeypatch):
-    """Weights of the small models here are sent in several pieces, and used when they are there.
+    """Let the weights of small models be copied in several buckets, as those of large models are.
 
-    Warnings that torch gives once in a process are errors in each test.
+    Also let torch repeat the warnings that it usually gives once in a process, so that they are
+    errors in each test.
     """
     monkeypatch.setattr(copies, "LEAST_BYTES", 0)
     monkeypatch.setattr(Arrivals, "are_traced", False)

@@ -1,4 +1,4 @@
-"""Replicas run in a thread for each device, and calls from several threads are exact."""
+"""Test that replicas run in a thread for each device, and calls of models by several threads."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def forward(self, x, y):
 
 
 def batch(number):
-    """Samples and padded targets, different for each thread."""
+    """Return samples and padded targets, which are different for each ``number``."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(9 + number, 4, dtype=torch.float64, generator=generator)
     y = torch.randint(0, 5, (9 + number,), generator=generator)

@@ -1,7 +1,8 @@
-"""Random losses are exact, or a warning says that they may not be.
+"""Test that random losses are exact, or that a warning says that they may not be.
 
-Each is made of what people write, by a grammar whose words in angle brackets stand for one of the
-alternatives on their right. A loss that is neither exact nor warned of is silent.
+Each loss is made of expressions that people write, by a grammar. A word in angle brackets stands
+for one of the alternatives that the grammar lists for the word. A loss is called silent if it is
+not exact and gives no warning.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ GRAMMAR["loop"] = [
 
 
 def expanded(rng: random.Random, text: str) -> str:
-    """Replace each word in angle brackets, also in what replaces another one."""
+    """Replace each word in angle brackets by a random alternative, until no such word is left."""
     while found := re.search(r"<([a-z ]+)>", text):
         text = text[: found.start()] + rng.choice(GRAMMAR[found[1]]) + text[found.end() :]
     return text
@@ -170,7 +171,7 @@ def arguments(seed: int, size: int) -> dict[str, Any]:
 
 
 def program(seed: int) -> str:
-    """The text of a loss."""
+    """Return the source code of a random loss function."""
     rng = random.Random(seed)
     heads = "abc"[: rng.choice([1, 1, 1, 2, 2, 3])]
     lines = [expanded(rng, "<block><adjusted>").replace("NAME", head) for head in heads]
@@ -182,7 +183,7 @@ def program(seed: int) -> str:
 
 
 def results(model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The 0-dim outputs by their paths, and all gradients."""
+    """Call a model, and return its 0-dim outputs by name and the gradients of all parameters."""
     found = pytree.tree_flatten_with_path(model(**given))[0]
     named = {".".join(re.findall(r"\w+", pytree.keystr(path))): value for path, value in found}
     losses = {name: value for name, value in named.items() if not value.dim()}
@@ -196,7 +197,11 @@ def is_near(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def outcome(source: str, seed: int, gpu0_bsz: int | None, size: int) -> str:
-    """Compare the first call with the bare module. Empty where the loss itself is not finite."""
+    """Compare the first call of a model that has the loss ``source`` with its bare module.
+
+    Return the outcome in words, such as "exact" or "silent". Return "" if the loss or a gradient of
+    the bare module is not finite.
+    """
     scope: dict[str, Any] = {"torch": torch, "F": F}
     exec(source, scope)
     torch.manual_seed(seed)
@@ -227,7 +232,11 @@ def outcome(source: str, seed: int, gpu0_bsz: int | None, size: int) -> str:
 
 
 def check(first: int, last: int, uneven: float, even: float) -> None:
-    """Count outcomes, and show the programs of silent ones."""
+    """Check that few of the losses with seeds from ``first`` to ``last`` are silent.
+
+    ``uneven`` and ``even`` are the largest allowed shares of silent losses, for uneven and for even
+    splits. If the check fails, it shows the source code of the silent losses.
+    """
     splits = [(0, 13), (1, 13), (3, 13), (None, 12)]
     found = {split: Counter[str]() for split in splits}
     shown: list[str] = []

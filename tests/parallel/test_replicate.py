@@ -1,4 +1,4 @@
-"""A recycled replica is what a fresh replication would give, whatever has changed."""
+"""Test that a reused replica equals a newly made one, whatever has changed in the module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Layer(nn.Module):
 
 class Net(nn.Module):
     def __new__(cls, name):
-        """A class may have a constructor of its own, which copies cannot call."""
+        """Require an argument, so that a copy cannot be made by calling ``__new__`` without it."""
         return super().__new__(cls)
 
     def __init__(self, name):
@@ -68,7 +68,10 @@ OF_REPLICAS = ("_is_replica", "zero_grad", "register_parameter")
 
 
 def describe(module, has_values=True):
-    """All that replicas have in common with it, and a number for the identity of each object."""
+    """Return a description of a module, which is equal for all replicas of the module.
+
+    It has a number for the identity of each object, which shows which objects are the same.
+    """
     numbers, grad = {}, torch.is_grad_enabled()
 
     def shown(value):
@@ -269,7 +272,7 @@ def test_zero_grad_in_forward_has_no_effect(devices):
 
 
 class WeightDrop(nn.Module):
-    """The weight of an RNN is computed in forward and set as a plain attribute.
+    """An LSTM, one weight of which is computed in forward and set as a plain attribute.
 
     Source: https://github.com/salesforce/awd-lstm-lm/blob/master/weight_drop.py
     """
@@ -309,14 +312,17 @@ def two_layers(forward):
 
 
 def flattens(self, x):
-    """As advised. The flat weights were of the original's, by all threads."""
+    """Call ``flatten_parameters`` in forward, as torch advises.
+
+    The flat weights of replicas were once those of the original module.
+    """
     self.layer.flatten_parameters()
     assert all(map(operator.is_, self.layer._flat_weights, self.layer.parameters()))
     return self.layer(x)[0]
 
 
 class CopiesItself(nn.Linear):
-    """Gives its replicas something of their own in each call, as memories of language models."""
+    """Gives each replica a new list in each call, as a language model gives it a memory."""
 
     memory = None
 

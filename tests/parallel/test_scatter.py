@@ -1,4 +1,7 @@
-"""Inputs of any structure are split and moved, or it is said what to change."""
+"""Test that inputs of any structure are split and moved to the devices.
+
+If an input cannot be split, the error must say what to change.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ CPU = torch.device("cpu")
 
 
 def scatter(inputs, devices, chunk_sizes, **options):
-    """Scatter keyword arguments and return their values for each device."""
+    """Scatter keyword arguments, and return a list for each device with the arguments' values."""
     inputs = Inputs(lambda **_: None, (), dict(inputs), **options)
     return [list(kwargs.values()) for _, kwargs in inputs.scatter(devices, chunk_sizes)]
 
 
 def cut(value, *chunk_sizes, **options):
-    """Scatter one argument called ``x`` and return its value for each device."""
+    """Scatter one argument called ``x``, and return a list with its value for each device."""
     devices = [CPU] * len(chunk_sizes)
     return [values[0] for values in scatter([("x", value)], devices, chunk_sizes, **options)]
 
@@ -104,7 +107,7 @@ def test_what_cannot_be_split_is_named(value, dim, message):
 
 
 class Graph:
-    """Keeps its tensors as those of PyTorch Geometric do."""
+    """Keeps its tensors in an inner object, as a graph of PyTorch Geometric does."""
 
     def __init__(self, x):
         self._store = UserDict(x=x)
@@ -266,7 +269,7 @@ structures = st.recursive(
     ),
     max_leaves=8,
 )
-"""Functions of a batch that nest it."""
+"""Random functions that put a batch into nested containers."""
 
 
 def wrap(forward):
@@ -300,7 +303,7 @@ def test_what_forward_adds_to_an_argument(device_ids, no_accelerator):
 
 @dataclasses.dataclass
 class Derived:
-    """Holds more than its fields."""
+    """A dataclass with an attribute that is not one of its fields."""
 
     logits: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""The wrapper changes where the work is done and nothing else: outputs and gradients are equal."""
+"""Test that the wrapper returns the outputs and gradients of the bare module."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ TOLERANCE = {"rtol": 1e-10, "atol": 1e-10, "check_device": False}
 
 
 def run(call, module, inputs, device):
-    """Returns the tensors of the output and the gradients of inputs and parameters, by name, on the
-    CPU; and what else is in the output.
+    """Call ``call``, and return two dicts by name.
+
+    The first has the tensors of the output and the gradients of inputs and of the parameters of
+    ``module``, on the CPU. The second has the values in the output that are not tensors.
     """
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda t: t.to(device, copy=True).requires_grad_(t.is_floating_point()), inputs
@@ -48,7 +50,7 @@ def run(call, module, inputs, device):
 
 
 def check_transparent(case, devices, batch_size, values, spread=False):
-    """Compares each value of gpu0_bsz with the bare module, which is run once."""
+    """Compare a model with the bare module, for each ``gpu0_bsz`` in ``values``."""
     torch.manual_seed(batch_size)
     reference = case.make_module().double()
     inputs = pytree.tree_map_only(
@@ -112,7 +114,10 @@ class Tied(nn.Module):
 
 
 def copied(self, x, _):
-    """While they arrive, it had two dictionaries of parameters: one was set, the other was read."""
+    """Copy a layer while its parameters arrive, and set a parameter of the copy.
+
+    Such a copy once had two dictionaries of parameters: one was set, the other was read.
+    """
     layer = self.layer
     if not torch.is_grad_enabled():
         layer = copy.deepcopy(layer)
@@ -121,18 +126,22 @@ def copied(self, x, _):
 
 
 def skips(self, x, _):
-    """Gradients of a bucket are handed on when the one before it is sent, or if it never is."""
+    """Skip some layers, so that there are buckets without gradients.
+
+    The gradients of a bucket are passed on when those of the bucket before it have been sent, or if
+    that bucket is never sent.
+    """
     for index, layer in enumerate(self.layers):
         x = x if index % 3 == 1 else layer(x).tanh()
     return x.square().mean()
 
 
 def reads_elsewhere(self, x, _):
-    """Reads weights before and after the modules that hold them, in several streams."""
+    """Read weights before and after the modules that own them run, in several streams."""
     with side_streams([x.device], comes_back=False) as record:
         self.shift.sum()
         record(self.shift)
-    x = (x + self.shift) @ self.last.weight  # on its way as the last
+    x = (x + self.shift) @ self.last.weight  # arrives last
     with side_streams([x.device]) as record:
         beside = self.last(x) + self.first.bias
         record(x, *self.last.parameters(), self.first.bias)  # for backward
@@ -155,7 +164,7 @@ LOSSES = {
 
 
 def steps(model, parameters, batches):
-    """Nothing makes the host wait, as reading a loss would."""
+    """Train without reading a value, so that the host never waits for a device."""
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for batch in batches:
         loss = model(*batch)
@@ -168,7 +177,10 @@ def steps(model, parameters, batches):
 
 
 def accumulated(model, parameters, batches):
-    """The last batch's graph brings gradients back at once, since the block has ended."""
+    """Accumulate gradients in a block of ``model.accumulate``; run one backward pass after it.
+
+    In this last backward pass, gradients are brought back immediately, since the block has ended.
+    """
     devices = getattr(model, "devices", ()) if len(parameters) % 2 else ()
     with getattr(model, "accumulate", nullcontext)():
         for batch in batches:
@@ -181,9 +193,11 @@ def accumulated(model, parameters, batches):
 
 
 def some_only(model, parameters, batches):
-    """Of some parameters alone, and with a penalty on the gradient of the inputs, also in a block.
+    """Compute the gradients of some parameters only, inside and outside of ``model.accumulate``.
 
-    There, ``autograd.grad`` got device 0's alone, and ``backward(inputs=...)`` more than asked.
+    A penalty on the gradient of the inputs needs gradients of gradients, too. Inside the block,
+    ``autograd.grad`` once returned only the gradients of device 0, and ``backward(inputs=...)``
+    once computed more gradients than were asked for.
     """
     some = parameters[::6]
     for number, (x, labels) in enumerate(batches):
@@ -197,10 +211,13 @@ def some_only(model, parameters, batches):
 
 @contextmanager
 def side_streams(devices, comes_back=True):
-    """Makes new streams current on devices that have streams, as a user who prefetches does.
+    """Make new streams current on devices that have streams, as a user who prefetches does.
 
-    They come after the current ones, which come after them at the end, unless ``comes_back`` is
-    not set. Yields a function that keeps tensors until the current stream has used them.
+    The new streams wait for the streams that were current before. At the end of the block, these
+    wait for the new streams, unless ``comes_back`` is False.
+
+    Yields:
+        A function that keeps the memory of tensors until the current stream has used it.
     """
 
     def record(*tensors):

@@ -1,4 +1,4 @@
-"""What the first replica writes to parameters and buffers is kept."""
+"""Test that what the first replica writes to parameters and buffers is kept in the module."""
 
 from __future__ import annotations
 

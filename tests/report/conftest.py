@@ -1,4 +1,4 @@
-"""Reports that several files test."""
+"""Reports that are used by the tests of several files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def report():
 
 @pytest.fixture(scope="session")
 def unlike():
-    """The report of devices with unlike capacities."""
+    """A report of ``tune`` for three devices of different capacities."""
     capacities = [6000 * MIB, 3000 * MIB, 2000 * MIB]
     asked = {"emulate": True, "with_alternatives": False, "goal": "headroom"}
     return tune(SMALL["wide_output"](), 32, None, capacities, reserve=MIB, **asked)

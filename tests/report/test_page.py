@@ -78,7 +78,10 @@ def test_plots_can_be_read_on_a_phone(pages):
 
 
 def luminance(colour: str) -> float:
-    """Return the relative luminance. Source: https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio"""
+    """Return the relative luminance of a colour such as ``"#1a2b3c"``, from 0 to 1.
+
+    Source: https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio
+    """
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -154,7 +157,7 @@ def scroll_by_keyboard(page):
 
 
 def print_on_paper(page):
-    """Dark on the screen, and light on A4 less its margins."""
+    """Check that a dark page is printed with light colours, and within the width of A4 paper."""
     colours = """[getComputedStyle(document.body).backgroundColor,
         getComputedStyle(document.querySelector('figure svg text')).fill]"""
     assert page.evaluate(colours) == ["rgb(21, 24, 29)", "rgb(232, 234, 237)"]

@@ -1,4 +1,4 @@
-"""Reports as files and as text, and their comparison."""
+"""Test reports as files and as text, and the comparison of two reports."""
 
 from __future__ import annotations
 

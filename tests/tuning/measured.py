@@ -1,4 +1,4 @@
-"""Options and reports that nobody measured."""
+"""Make ``Option`` and ``Report`` objects with made-up values, without measuring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from balanced_dp.tuning.report import SCHEMA, Provenance
 
 
 def option(chunk_sizes: Sequence[int], peak_bytes: Sequence[int], **others: Any) -> Option:
-    """Return the record of a step that ran; ``others`` are fields of it."""
+    """Return an ``Option`` with the given chunk sizes and peaks; ``others`` are further fields."""
     values = {
         "gather": True,
         "spread": False,
@@ -26,14 +26,17 @@ def option(chunk_sizes: Sequence[int], peak_bytes: Sequence[int], **others: Any)
 
 
 def options(peaks: Any, batch_size: int, num_devices: int, **others: Any) -> list[Option]:
-    """Return the options of all values of a batch; ``peaks`` returns those of a split."""
+    """Return an ``Option`` for each ``gpu0_bsz``, from 0 to the even share of the batch.
+
+    ``peaks`` is a function that returns the peaks of a split; ``others`` are further fields.
+    """
     even = even_share(batch_size, num_devices)
     splits = [split_batch(batch_size, num_devices, value) for value in range(even + 1)]
     return [option(split, peaks(split), **others) for split in splits]
 
 
 def report(measured: Sequence[Option], capacities: Sequence[int], **others: Any) -> Report:
-    """Return the report of options; ``others`` are fields of it."""
+    """Return a ``Report`` with the given options; ``others`` are further fields of the report."""
     values = {
         "schema": SCHEMA,
         "provenance": Provenance.of(),

@@ -1,7 +1,7 @@
-"""Workloads that are measured quickly and fill devices in different ways.
+"""Workloads that are quickly measured, and whose memory is used in different ways.
 
-They are wide, which is free if devices keep shapes only, so that the allocator's rounding does not
-matter.
+Their layers are wide, so that the allocator's rounding does not matter. On devices that keep only
+the shapes of tensors, wide layers take no more time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from balanced_dp.tuning.models import TokenTransformer
 from ..modules import Lambda
 
 SMALL = {}
-"""Functions that return a workload, by name."""
+"""Functions that return a ``Workload``, by the names of the workloads."""
 
 
 def small(make_model, make_batch, loss=functional.cross_entropy, **options):
-    """Add a workload with the name of a function that returns the model."""
+    """Add a workload to ``SMALL`` under the name of ``make_model``, which returns its model."""
     name = make_model.__name__.replace("_", "-")
 
     def make() -> Workload:
@@ -33,17 +33,17 @@ def small(make_model, make_batch, loss=functional.cross_entropy, **options):
 
 
 def zeros(*shape: int) -> torch.Tensor:
-    """Return zeros that share one element: the largest batches would take gigabytes."""
+    """Return zeros that all share one element in memory, since large batches have gigabytes."""
     return torch.zeros(1).expand(shape)
 
 
 def classes(num_classes: int, *shape: int):
-    """Return the function of batches of zeros and classes."""
+    """Return a ``make_batch`` function whose inputs are zeros and whose targets are classes."""
     return lambda n: ((zeros(n, *shape),), {}, torch.arange(n) % num_classes)
 
 
 def tokens(vocabulary: int, length: int):
-    """Return the function of batches of tokens, which are the targets, too."""
+    """Return a ``make_batch`` function whose inputs are tokens and whose targets are the same."""
 
     def make_batch(n):
         found = (torch.arange(length) % vocabulary).expand(n, length)

@@ -1,4 +1,4 @@
-"""The observer measures training loops that know nothing of it."""
+"""Test that a ``Loop`` measures training loops that do not know that they are measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def make_model(device: torch.device | str) -> nn.Module:
 
 
 def train(model: nn.Module, steps: Any, after_step: Any = lambda: None) -> None:
-    """Train with the batches of each step, whose gradients accumulate."""
+    """Train with steps that each accumulate the gradients of several batches.
+
+    ``steps`` has, for each step, the sizes of its batches.
+    """
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters())
     for batch_sizes in steps:
@@ -41,7 +44,7 @@ def train(model: nn.Module, steps: Any, after_step: Any = lambda: None) -> None:
 
 @contextmanager
 def split_loop(devices: Any, module: nn.Module | None = None, **options: Any) -> Iterator[Any]:
-    """Yield a loop and a model that it splits, while it records."""
+    """Yield a ``Loop`` that is recording, and a model whose batches it splits."""
     loop = Loop(options.pop("gpu0_bsz", "auto"), devices, **options)
     module = make_model("cpu") if module is None else module
     model = BalancedDataParallel(0, module.to(devices[0]))
@@ -167,7 +170,10 @@ def test_two_models_and_optimizers_share_a_split(gpu0_bsz, devices):
 
 
 def keep_outputs(model: nn.Module, num_steps: int) -> tuple[int, ...]:
-    """Train, and keep an output that is not used until the next one; return the last peaks."""
+    """Train, and keep an unused output of each step until the next step replaces it.
+
+    Return the peak of each device in the last step.
+    """
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(num_steps):
         for device in model.devices:

@@ -1,4 +1,4 @@
-"""Options are ranked by what was measured."""
+"""Test that options are ranked by their measured memory and speed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def tuned(workload, batch_size, capacities, **options):
 
 
 def try_all(workload, batch_size, num_devices):
-    """Return the peaks of every gpu0_bsz, by the value."""
+    """Measure every ``gpu0_bsz``, and return a dict from each value to the peaks of the devices."""
     splits = {split_batch(batch_size, num_devices, value) for value in range(batch_size + 1)}
     with (
         emulate_devices(num_devices, symbolic=True) as devices,

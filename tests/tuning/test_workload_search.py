@@ -1,4 +1,7 @@
-"""The largest batch and the weights that trying everything finds, under random laws."""
+"""Test the searches for the largest batch and for weights under random laws of memory.
+
+They must find what trying everything finds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def test_peaks_of_zero_end_the_search():
 
 
 def largest_batches(peaks, batch_size, budgets) -> tuple[int, int]:
-    """Return the largest batch with the even split and with any value."""
+    """Return the sizes of the largest batch that fits with the even split and with any split."""
     search = WorkloadSearch(batch_size, budgets, largest=2000)
     ask(search, peaks)
     fitting = [split for split, full in search.told.items() if max(full) <= 1]

@@ -1,4 +1,7 @@
-"""The checks of a machine, on emulated devices and on the stand-in for CUDA devices."""
+"""Test ``balanced_dp.validation``, which checks the devices of a machine.
+
+The devices are emulated ones, or the stand-in for CUDA devices.
+"""
 
 from __future__ import annotations
 

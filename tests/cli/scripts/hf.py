@@ -20,7 +20,7 @@ config = GPT2Config(**shape, **no_dropout, bos_token_id=0, eos_token_id=0)
 
 
 def sentence():
-    """Return a sequence of some length, padded at the end."""
+    """Return a sample of random tokens, of random length and padded at the end to 32 tokens."""
     mask = (torch.arange(32) < torch.randint(8, 33, ())).long()
     tokens = torch.randint(1, 100, (32,)) * mask
     labels = tokens.masked_fill(mask == 0, -100)
@@ -34,7 +34,7 @@ class PrintLoss(TrainerCallback):
 
 
 class Own(Trainer):
-    """Library code, written before this package."""
+    """Stands for a subclass of ``Trainer`` in a library that does not know balanced_dp."""
 
     def training_step(self, *args, **kwargs):
         return super().training_step(*args, **kwargs)
@@ -44,7 +44,7 @@ if args.own:
     from balanced_dp.integrations.transformers import BalancedTrainer
 
     class Balanced(BalancedTrainer, Own):
-        """The class that the report suggests."""
+        """The class that the report of ``balanced-dp run`` suggests to use."""
 
     Trainer = functools.partial(Balanced, gpu0_bsz=2)
 
