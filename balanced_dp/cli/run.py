@@ -131,8 +131,8 @@ def _place(call: WrappedAt) -> str:
     with contextlib.suppress(SyntaxError):  # the file may have changed while it ran
         for node in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
             if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-                start, end = node.lineno, node.end_lineno or 0
-                source = ast.unparse(node) if start <= line_number <= end > start else source
+                is_there = line_number in range(node.lineno, (node.end_lineno or 0) + 1)
+                source = ast.unparse(node) if is_there else source
     if is_library(filename):
         return f"{filename}:{line_number}, a line of a library: {source}"
     return f"{os.path.relpath(filename)}:{line_number}: {source}"

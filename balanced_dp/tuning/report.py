@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import math
 import os
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,12 +27,6 @@ from .options import Goal, Option, largest_batch, ranked
 SCHEMA = 5
 """The version of the fields of ``Report``, which a report's file contains."""
 
-_WRAPPER = re.compile(r"\b(?:\w+\.)*(Balanced)?DataParallel\((?(1)(?:gpu0_bsz=)?[\w.\"']+, )")
-"""Matches, in a line of code that wraps a model, the part that depends on the split.
-
-Examples of this part are ``nn.DataParallel(`` and ``BalancedDataParallel(4, ``.
-"""
-
 RESERVE = 2**30
 """Bytes of each device to keep free by default, for the CUDA context and libraries' workspaces.
 
@@ -51,6 +45,30 @@ def mode_of(device: torch.device) -> Mode:
     if is_symbolic(device):
         return "symbolic"
     return "emulated" if is_emulated(device) else "real"
+
+
+def _with_gpu0_bsz(source: str, gpu0_bsz: int | None) -> str:
+    """Return a statement of a script with ``gpu0_bsz`` in the calls that wrap a model.
+
+    The result is empty if the statement has no such call, or is not complete, as ``else: ...``.
+    """
+    value, is_given = ast.Constant(gpu0_bsz), False
+    try:
+        statement = ast.parse(source)
+    except SyntaxError:
+        return ""
+    for call in ast.walk(statement):
+        if isinstance(call, ast.Call):
+            name = ast.unparse(call.func).rpartition(".")[2]
+            named = [keyword for keyword in call.keywords if keyword.arg == "gpu0_bsz"]
+            if named:
+                named[0].value = value
+            elif name == "BalancedDataParallel":
+                call.args[:1] = [value]
+            elif name == "DataParallel" and gpu0_bsz is not None:
+                call.func, call.args = ast.Name("BalancedDataParallel"), [value, *call.args]
+            is_given |= bool(named) or name in ("DataParallel", "BalancedDataParallel")
+    return ast.unparse(statement) * is_given
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,13 +283,8 @@ class Report:
         of the script is known, the result is a line with an unchanged ``Trainer`` if the script
         uses one, otherwise ``model = ...``.
         """
-        call = option.line.partition("model")[0]
-
-        def wrapper(match: re.Match[str]) -> str:
-            return match[0] if call == "nn.DataParallel(" and not match[1] else call
-
         sources = (place.partition(": ")[2] for place in self.wrapped_at)
-        lines = [_WRAPPER.sub(wrapper, s).rstrip() for s in sources if _WRAPPER.search(s)]
+        lines = [line for s in sources if (line := _with_gpu0_bsz(s, option.gpu0_bsz))]
         trainer = ["trainer = Trainer(...)  # unchanged"] * self.is_trainer
         return lines or trainer or [f"model = {option.line}"]
 

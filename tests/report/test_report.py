@@ -155,6 +155,16 @@ def test_speed_and_samples_on_accelerators():
         # The line lost dim, so batches were split along another dimension.
         ("m = nn.DataParallel(m, dim=1).to(0)", "m = BalancedDataParallel(6, m, dim=1).to(0)"),
         ("net = BalancedDataParallel('auto', net, [0])", "net = BalancedDataParallel(6, net, [0])"),
+        # The line lost dim, as the regular expression for gpu0_bsz knew no operators.
+        (
+            "net = BalancedDataParallel(args.bsz // len(args.chunks), net, dim=1)",
+            "net = BalancedDataParallel(6, net, dim=1)",
+        ),
+        (
+            "net = Balanced(module=net, gpu0_bsz=int(f(2)))",
+            "net = Balanced(module=net, gpu0_bsz=6)",
+        ),
+        ("else: net = DataParallel(net)", "model = BalancedDataParallel(6, model)"),
         ("model = MyDataParallel(model)", "model = BalancedDataParallel(6, model)"),
     ],
 )
