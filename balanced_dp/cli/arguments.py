@@ -1,4 +1,4 @@
-"""The options and arguments that several commands take, and functions that parse their values."""
+"""Options and arguments that several commands of ``balanced-dp`` share, and their parsers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def parse_capacities(
     Args:
         memory: the value of ``--memory``: one size for all devices, or a list with a size for each
             device, separated by commas.
-        num_devices: the value of ``--devices``. None means all GPUs, or four emulated devices, if
-            ``memory`` is one size.
+        num_devices: the value of ``--devices``. If it is None and ``memory`` is one size, the
+            devices are all GPUs, or four emulated devices.
         emulate: whether to emulate devices even if there are GPUs.
 
     Raises:
-        ArgumentError: If a size cannot be parsed, or the number of sizes is not ``num_devices``.
+        ArgumentError: If a size cannot be parsed, or the number of sizes in a list is not
+            ``num_devices``.
     """
     from ..emulation.fallback import accelerators
 
@@ -83,12 +84,12 @@ STDOUT = Path("-")
 
 
 def check_outputs(*outputs: Path | None) -> None:
-    """Check that no two outputs go to the same place, and that each file can be written.
+    """Check that no two outputs of a command go to the same file, and that each can be written.
 
     None stands for an output that the user did not ask for.
 
     Raises:
-        ArgumentError: If two outputs go to the same place, or if the path of an output is a folder
+        ArgumentError: If two outputs go to the same file, or if the path of an output is a folder
             or is in a folder that does not exist.
     """
     places = [path if path == STDOUT else path.resolve() for path in outputs if path is not None]

@@ -1,6 +1,6 @@
-"""The command ``balanced-dp``.
+"""Define the command ``balanced-dp`` with its subcommands, such as ``run`` and ``plan``.
 
-Each command imports its modules only when it runs, so ``--help`` does not wait for torch.
+Each subcommand imports its modules only when it runs, so ``--help`` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -337,8 +337,8 @@ def demo(
 def _where(error: BaseException) -> str:
     """Return text that says where an error was raised, such as `` at train.py:12``.
 
-    This is the last line of the error's traceback that is not in a library. If there is no such
-    line, return an empty text.
+    The text names the last line of the error's traceback that is not in a library. It is empty if
+    there is no such line.
     """
     from .script import is_library
 
@@ -354,7 +354,7 @@ def main() -> None:
     the output cannot be written.
     """
     if sys.stderr is None:  # stderr is closed
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # stays open until the end
     try:
         if sys.stdout is None:
             raise ArgumentError("stdout is closed; to write a file only, use >/dev/null")
@@ -364,7 +364,7 @@ def main() -> None:
         exit_code, text = 1 if isinstance(error, ProbeError) else 2, str(error)
     except OSError as error:  # such as a full disk; typer itself handles a closed pipe
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # else Python fails again when it flushes stdout at its end
+        os.dup2(null, 1)  # else Python fails again when it flushes stdout at exit
         exit_code, text = 2, f"the output cannot be written: {error.strerror}"
     from . import console
 

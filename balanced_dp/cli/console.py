@@ -1,4 +1,4 @@
-"""Print sentences and tables on the terminal, and write files."""
+"""Print reports as sentences and tables on the terminal, and write them to files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def print_text(console: Console, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a sentence on stderr, with the name of the command."""
+    """Print ``text`` on stderr, after the name of the command, ``balanced-dp``."""
     print_text(open_console(stderr=True), f"balanced-dp: {text}")
 
 

@@ -51,8 +51,9 @@ def run_demo(
 ) -> tuple[Report, list[DemoRun]]:
     """Search for the best split with ``tune``, train three times, and return the results.
 
-    The first run uses one device, the second run the even split, and the third run ``gpu0_bsz``.
-    ``tune`` always runs on emulated devices.
+    A split is the number of samples of each device. The first training run uses one device. The
+    second run uses the even split of the batch, and the third run uses ``gpu0_bsz``. The
+    function ``tune`` always runs on emulated devices.
 
     Args:
         num_devices: number of devices, at least 2; None means all GPUs, or four emulated devices.

@@ -53,20 +53,20 @@ def run_and_measure(
         num_devices: number of devices. If ``capacities`` is given, there is one device for each
             capacity instead. None means all GPUs if there are two or more, otherwise four emulated
             devices.
-        capacities: capacity of each emulated device in bytes, which it may exceed.
+        capacities: capacity of each emulated device in bytes. A device may hold more.
         reserve: bytes of each device to keep free, as in ``tune``.
         steps: the number of training steps after which the script is ended; None means no limit.
-        symbolic: whether emulated devices keep shapes only.
+        symbolic: whether emulated devices keep the shapes of tensors but no values.
         emulate: whether to emulate devices even if there are GPUs.
-        goal: how the splits are ranked, as in ``tune``.
+        goal: how the splits (the numbers of samples of the devices) are ranked, as in ``tune``.
 
     Returns:
         The exit code of the script; the report, or None if no split was measured; and the sentences
         and tables to print if there is no report.
 
     Raises:
-        ArgumentError: ``capacities`` is given, but the devices are not emulated; or a device is not
-            larger than ``reserve``; or an argument is out of its range.
+        ArgumentError: ``capacities`` is given, but the devices are not emulated; or the
+            capacity of a device is not larger than ``reserve``; or an argument is out of its range.
     """
     num = num_devices if capacities is None else len(capacities)
     found = accelerators(num, emulate)
@@ -139,7 +139,7 @@ def _place(call: WrappedAt) -> str:
 
 
 def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
-    """Return a sentence that says why running the script has measured no splits to choose from."""
+    """Return a sentence that says why no splits to compare were measured while the script ran."""
     if loop.last is None:
         return "Nothing was measured: the script ran no forward pass with gradients."
     if len(loop.devices) < 2:

@@ -75,7 +75,7 @@ def _print_error(error: BaseException) -> None:
 
 
 def _join_threads() -> None:
-    """Wait for the script's threads, as the interpreter does at its end."""
+    """Wait for the script's threads, as the interpreter does before it exits."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

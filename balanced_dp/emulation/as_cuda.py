@@ -1,10 +1,11 @@
 """``emulate_devices(..., as_cuda=True)``: scripts see emulated devices under the name "cuda".
 
-A torch without CUDA refuses the device type "cuda". So inside torch, emulated tensors keep the
-device type ``DEVICE_TYPE``, and device names are translated where Python code calls torch.
-Functions translate their device arguments, emulated tensors report "cuda" as their device type, and
-``torch.cuda`` and ``torch.accelerator`` describe the emulated devices. Torch's modules and classes
-are patched, so the translation works in all threads.
+A build of torch without CUDA refuses the device type "cuda". So inside torch, emulated tensors keep
+the device type "lazy" (``DEVICE_TYPE``), and device names are translated where Python code calls
+torch. Torch's Python functions translate "cuda" in their device arguments to "lazy", emulated
+tensors report "cuda" as their device type, and ``torch.cuda`` and ``torch.accelerator`` describe
+the emulated devices. Torch's modules and classes are patched, so the translation works in all
+threads.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _Device = torch.device
 
 
 def to_emulated(device: Any) -> Any:
-    """Return ``device`` as a device of type ``DEVICE_TYPE`` if it is an int or has type "cuda".
+    """Return ``device`` with the type "lazy" (``DEVICE_TYPE``) if it is an int or of type "cuda".
 
     Any other device is returned unchanged, except that a string becomes a ``torch.device``.
 
     Raises:
-        EmulationError: the device does not exist.
+        EmulationError: there is no emulated device with the index of ``device``.
     """
     if isinstance(device, str):
         device = _Device(device)
@@ -48,12 +49,12 @@ def to_emulated(device: Any) -> Any:
 
 
 def to_named(device: torch.device) -> torch.device:
-    """Return ``device`` with the type "cuda" if its type is ``DEVICE_TYPE``, else unchanged."""
+    """Return ``device`` with the type "cuda" if its type is "lazy", and else unchanged."""
     return _Device(CUDA, device.index) if device.type == DEVICE_TYPE else device
 
 
 def translating(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
-    """Return a wrapper of ``function`` that accepts emulated devices by the name "cuda".
+    """Return a wrapper of ``function`` that accepts "cuda" as the name of emulated devices.
 
     The wrapper translates the keyword argument ``device`` with ``to_emulated``. If ``position`` is
     given, it translates the positional argument at this position, too. The wrapper drops the
@@ -77,10 +78,11 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
 
 def _default_device() -> str | None:
-    """Return the default device of the current ``Machine``, or None if it does not apply.
+    """Return the emulated device on which factories create tensors, or None for torch's default.
 
-    It does not apply if there is no machine, if the machine has no default device, or if the script
-    has set torch's own default device, for example by ``torch.set_default_device``.
+    The device is the ``default_device`` of the current ``Machine``. The result is None if no
+    ``emulate_devices`` context is open, if the machine has no default device, or if the script has
+    set torch's own default device, for example by ``torch.set_default_device``.
     """
     if not has_machine() or not current_machine().default_device:
         return None
@@ -166,9 +168,9 @@ def _legacy_type(name: str) -> Any:
 
 
 def legacy_tensor(dtype: torch.dtype, device: Any, args: tuple[Any, ...]) -> torch.Tensor:
-    """Return a tensor with the sizes or the data in ``args``.
+    """Create a tensor as ``torch.FloatTensor(*args)`` does, but with ``dtype`` and on ``device``.
 
-    ``args`` are the arguments of a constructor such as ``torch.FloatTensor``.
+    ``args`` are the sizes of the tensor, whose values are then not initialized, or its data.
     """
     if len(args) == 1 and not isinstance(args[0], int | torch.Size):
         return torch.as_tensor(args[0], dtype=dtype).to(device)
@@ -190,9 +192,9 @@ def set_default_tensor_type(kind: Any) -> None:
 
 
 class Generator(torch.Generator):
-    """A random number generator that can report any device, including emulated devices.
+    """A random number generator whose ``device`` can be any device, including emulated devices.
 
-    Like emulated devices, it computes on the CPU.
+    The generator computes on the CPU, as emulated devices do.
     """
 
     def __new__(cls, device: Any = "cpu") -> Any:
@@ -205,18 +207,22 @@ class Generator(torch.Generator):
     device = property(lambda self: self._device)
 
 
-# To load a tensor, torch creates the tensor on the device of its storage, then sets the storage.
+# To load a tensor, torch creates an empty tensor on the device of the storage that was loaded, and
+# then sets this storage as the storage of the tensor.
 
 
 class StorageOnDevice(torch.UntypedStorage):
-    """A CPU storage that reports an emulated device, so that torch creates its tensor there."""
+    """A CPU storage whose attribute ``device`` is an emulated device.
+
+    When torch loads a tensor with this storage, it creates the tensor on the emulated device.
+    """
 
     _device: torch.device
     device: Any = property(lambda self: self._device)
 
 
 def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """Return a copy of the storage ``self`` that reports an emulated device as its device.
+    """Return a copy of the storage ``self`` whose attribute ``device`` is an emulated device.
 
     If torch creates a tensor for the copy, as ``torch.load`` does, the tensor is on that device.
     """
@@ -228,7 +234,7 @@ def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False)
 
 
 def location_of(storage: torch.UntypedStorage) -> str | None:
-    """Return the location to save for ``storage``, or None if the storage is not on "cuda".
+    """Return the location of ``storage``, such as "cuda:0", or None if it is not on "cuda".
 
     ``torch.save`` calls this function and writes the location into the file. If this function
     returns None, torch writes the location "cpu", because emulated storages are CPU storages to
@@ -241,9 +247,9 @@ def location_of(storage: torch.UntypedStorage) -> str | None:
 
 
 def restore(storage: Any, location: str) -> Any:
-    """Return a copy of ``storage`` on the emulated device that ``location`` names.
+    """Return a copy of ``storage`` on the emulated device ``location``, such as "cuda:0".
 
-    ``torch.load`` calls this function. It returns None if ``location`` names no emulated device.
+    Return None if ``location`` names no emulated device. ``torch.load`` calls this function.
     """
     is_emulated = location.split(":")[0] == current_machine().device_type
     return storage_on_device(storage, location) if is_emulated else None
@@ -253,7 +259,7 @@ def restore(storage: Any, location: str) -> Any:
 
 
 def patches_of_names(machine: Machine) -> list[Patches]:
-    """Return the patches of torch that give the devices of ``machine`` the name "cuda"."""
+    """Return patches (changes to torch) that give the devices of ``machine`` the name "cuda"."""
     return [_tensors(), _factories(), _cuda_modules(machine), _without_hardware(machine)]
 
 
@@ -336,7 +342,10 @@ def _cuda_modules(machine: Machine) -> Patches:
 
 
 def _without_hardware(machine: Machine) -> Patches:
-    """Return patches of functions that would need a GPU or the values of gradients."""
+    """Return patches of functions that would otherwise need a GPU or the values of gradients.
+
+    In symbolic mode, gradients have shapes but no values.
+    """
     backends: Any = torch.distributed.Backend.default_device_backend_map
     never = property(lambda self: None, lambda self, value: None)
     return {
@@ -350,7 +359,8 @@ def _without_hardware(machine: Machine) -> Patches:
         # Scripts compare CUDA's version, and torchvision compares it with that of its own build.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
-        # The kernels of the fast path hide their memory, and use nested tensors to skip padding.
+        # The kernels of the fast path of nn.TransformerEncoder hide the memory of intermediate
+        # results, and use nested tensors to skip padding.
         torch.backends.mha: {"get_fastpath_enabled": lambda: False},
     }
 

@@ -1,9 +1,10 @@
-"""Support for ``torch.autocast("lazy")``, which casts the same operators as autocast on CUDA.
+"""Support for ``torch.autocast`` on emulated devices, with the same casts as on CUDA.
 
-``torch.autocast`` refuses device types that have no dispatch key for autocast, and "lazy" has none.
-But the autocast key of a device type works for any tensor that carries the key. So emulated tensors
-carry the autocast key of PrivateUse1, and this file registers kernels for that key. Like torch's
-own autocast kernels, they cast the arguments of operators above autograd.
+Emulated devices have the device type "lazy". ``torch.autocast`` refuses device types that have no
+dispatch key for autocast, and "lazy" has none. But the autocast key of another device type works
+for any tensor that carries the key. So emulated tensors carry the autocast key of PrivateUse1, and
+this file registers kernels for that key. These kernels cast the arguments of an operator before
+autograd sees the operator, as torch's own autocast kernels do.
 
 While an ``emulate_devices`` context is open, torch's functions for the autocast state of "lazy" use
 the state of "privateuseone". So code that reads this state, such as activation checkpointing, works
@@ -40,14 +41,15 @@ _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_pu
 _STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 """The names of torch's functions that read and set the state of autocast."""
 
-# Weights that were cast to the autocast dtype. As in torch, all threads share this cache.
+# For each weight that was cast to the autocast dtype, the cast copy. As in torch, all threads share
+# this cache.
 _cast_weights = WeakTensorKeyDictionary()
 
 
 def patches_of_autocast(device_type: str) -> Patches:
     """Return patches that extend torch's autocast functions to emulated devices.
 
-    As in torch, these functions refer to CUDA devices if they are called without a device type.
+    Without the argument ``device_type``, these functions mean the device type "cuda", as in torch.
     """
     emulated = {DEVICE_TYPE, device_type}
 

@@ -66,13 +66,14 @@ class EmulatedDevices(list[torch.device]):
 
         The uses are parameter, buffer, gradient, optimizer state, input, activation, gathered
         output and other. Gathered outputs are outputs that were copied from another device.
-        Activations are all other results of the forward and backward passes, including those of
-        the loss.
+        Activations are all other results of the forward and backward passes, including those of the
+        loss.
 
         A tensor counts as a parameter if it is an ``nn.Parameter``, or a copy of an
         ``nn.Parameter`` on another device. A tensor counts as a buffer if it is a buffer of a
-        module that was moved to the device. A tensor becomes a gradient once the backward pass has
-        accumulated it, and optimizer state after the step of the optimizer.
+        module that was moved to the device. A tensor counts as a gradient at the latest when the
+        backward pass has accumulated it. A tensor counts as optimizer state when the first ``step``
+        of the optimizer that holds it has ended.
 
         Raises:
             EmulationError: ``device`` does not exist.
@@ -90,8 +91,8 @@ def emulate_devices(
 ) -> Iterator[EmulatedDevices]:
     """Emulate ``num_devices`` accelerators, ``torch.device("lazy", i)``, on the CPU.
 
-    Operators compute actual values, unless ``symbolic`` is true. Code that mixes devices fails as
-    it does on CUDA.
+    Operators compute actual values, unless ``symbolic`` is true. An operator whose tensors are on
+    different devices fails as it does on CUDA.
 
     The memory of each device is counted to the byte. Each storage is counted once, until the last
     tensor that uses it is freed. The size of a storage is rounded up to a multiple of 512 bytes, as

@@ -85,8 +85,8 @@ def exchange_device(index: int) -> int:
     return before
 
 
-# The memory statistics that scripts read and reset have a separate peak, so that scripts do not
-# disturb the measurements of this library.
+# For the memory statistics that scripts read and reset, the ledger keeps a separate peak, so that a
+# reset by a script does not disturb the measurements of this library.
 
 
 def _memory_stats(index: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from .machine import current_machine, has_machine
 Device = torch.device | str | int | None
 
 _initialized = True
-"""torch.utils.checkpoint saves the states of the generators only if this is true."""
+"""``torch.utils.checkpoint`` saves the random number generators' states only if this is true."""
 
 
 class device:  # in lower case, as torch.cuda.device is
@@ -50,7 +50,7 @@ def current_device() -> int:
 
 
 def set_device(device: Device) -> None:
-    """Set the current device of this thread."""
+    """Make ``device`` the current device of this thread."""
     current_machine().thread.current_index = _index(device)
 
 
@@ -84,8 +84,9 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 
 def memory_breakdown(device: Device = None) -> MemoryBreakdown:
-    """Return the bytes on the device for each use of memory, now and at the peak.
+    """Return the bytes on the device for each use of memory, such as "activation".
 
+    The result has the bytes allocated now, and those allocated when the peak was reached.
     ``torch.cuda`` has no such function.
     """
     return ledger_of(device).breakdown()
@@ -137,7 +138,7 @@ def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
 
 
 def ledger_of(device: Device) -> DeviceLedger:
-    """Return the ledger of the device, which records its memory."""
+    """Return the ``DeviceLedger`` of the device, which records the memory allocated on it."""
     return current_machine().ledgers[_index(device)]
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, or emulated devices in their place."""
+"""Functions that return the GPUs of this machine, or emulated devices in their place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .context import emulate_devices
 
 
 def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[torch.device]:
-    """Return the GPUs that ``training_devices`` provides for the same arguments.
+    """Return the GPUs that ``training_devices`` would provide for the same arguments.
 
-    Return an empty list if ``training_devices`` emulates devices.
+    Return an empty list if ``training_devices`` would emulate devices instead.
     """
     found = [] if emulate else resolve_devices(None)
     return found[:num_devices] if len(found) >= (num_devices or 2) else []
@@ -33,9 +33,9 @@ def training_devices(
 
     If ``num_devices`` is given, provide the first ``num_devices`` GPUs if there are enough, and
     ``num_devices`` emulated devices otherwise. If ``num_devices`` is None, provide all GPUs if
-    there are two or more, and four emulated devices otherwise. GPUs can be accelerators of any
-    type, except MPS, which has a single device. Inside ``emulate_devices``, the devices of that
-    context take the place of the GPUs.
+    there are two or more, and four emulated devices otherwise. Here, a GPU is an accelerator of any
+    type except MPS, which has a single device. Inside an ``emulate_devices`` context, the devices
+    of that context take the place of the GPUs.
 
     Emulated devices cannot be used after the ``with`` block. Copy tensors that are needed later to
     the CPU.
@@ -43,7 +43,8 @@ def training_devices(
     Args:
         num_devices: number of devices, at least 1. None means all GPUs, or four emulated devices.
         memory: capacity of emulated devices, as in ``emulate_devices``. It does not limit GPUs.
-        symbolic: whether emulated devices keep shapes only, as in ``emulate_devices``.
+        symbolic: whether emulated devices keep only the shapes of floating-point and complex
+            tensors, and not their values, as in ``emulate_devices``.
         as_cuda: whether emulated devices are named ``"cuda"``, as in ``emulate_devices``.
         emulate: whether to emulate devices even if there are GPUs.
 

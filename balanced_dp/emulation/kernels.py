@@ -73,7 +73,8 @@ def register_kernels() -> torch.library.Library:
             aten._to_copy.default: _to_copy,
             aten.copy_.default: _copy_,
             aten.add.Tensor: _add,
-            # Wrappers have no bit for lazy conjugation and negation, so both are computed.
+            # Emulated tensors have no conjugate bit and no negative bit, which would postpone these
+            # two operations, so both are computed.
             aten._conj.default: operator(aten.conj_physical.default),
             aten._neg_view.default: operator(aten.neg.default),
             aten._pack_padded_sequence.default: _pack_padded_sequence,
@@ -89,7 +90,7 @@ def register_kernels() -> torch.library.Library:
 
 
 def _make(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> EmulatedTensor:
-    """Return a tensor on an emulated device that wraps the tensor that ``factory`` creates.
+    """Create a tensor with ``factory``, and return it wrapped in an emulated tensor.
 
     Factories such as ``torch.empty`` have no tensor argument, so the dispatcher calls this function
     and not ``__torch_dispatch__``.
@@ -149,13 +150,14 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 
 
 def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
-    """Return the wrapped tensor ``elem``, after checking that the CPU can read its values.
+    """Return ``elem``, the tensor that an emulated tensor wraps, after checking that it has values.
 
-    If ``machine.reads_unknown_as_nan`` is true, and ``elem`` is a floating-point or complex tensor
-    whose values are not known, return a tensor of NaN.
+    In symbolic mode, ``elem`` may have a shape but no values. If ``machine.reads_unknown_as_nan``
+    is true, and such an ``elem`` has a floating-point or complex dtype, return a tensor of NaN
+    instead.
 
     Raises:
-        SymbolicValueError: the values of ``elem`` are not known.
+        SymbolicValueError: ``elem`` has no values, and no tensor of NaN is returned.
     """
     if machine.reads_unknown_as_nan and not is_known(elem) and is_unknown_dtype(elem.dtype):
         return torch.full(elem.shape, math.nan, dtype=elem.dtype, device=CPU)
@@ -167,9 +169,10 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
     """Return the label (what the memory is used for) of a copy of ``source`` on ``target``.
 
     If the running operator makes gradients of leaf tensors, both the copy and ``source`` are
-    labelled as gradients. Otherwise, a copy on another device keeps the label of ``source`` if this
-    label is specific, such as parameter. If it is not specific, the copy is labelled as a gathered
-    output, except in the backward pass. All other copies have the label of any operator's results.
+    labelled as gradients. Otherwise, a copy on another device keeps the label of ``source``, unless
+    this label is provisional (activation or other). If it is provisional, the copy is labelled as a
+    gathered output, except in the backward pass. In the backward pass, the copy has the label of
+    other operators' results, such as activation. A copy on the same device has that label, too.
     """
     label = label_of_results(machine)
     if label is Label.GRADIENT:
@@ -251,15 +254,17 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
     """Compute the CTC loss, after reading the lengths of the sequences on the CPU.
 
-    Torch's operator does so if the lengths are plain tensors, but not for tensor subclasses.
+    Torch's operator reads the lengths itself if they are plain tensors, but not if they are
+    instances of a tensor subclass.
     """
     # If blank, reduction and zero_infinity have their defaults, the dispatcher leaves them out.
     options = given[2:] + (0, 1, False)[len(given) - 2 :]
     return torch.ctc_loss(log_probs, targets, *(length.tolist() for length in given[:2]), *options)
 
 
-# Attention with the memory of CUDA's fused kernels, which save the output and the log-sum-exp of
-# each row, but not the attention matrix. Source: FlashAttention, https://arxiv.org/abs/2205.14135.
+# Attention that takes as much memory as CUDA's fused kernels. For the backward pass, these save the
+# output and the log-sum-exp of each row, but not the attention matrix. Source: FlashAttention,
+# https://arxiv.org/abs/2205.14135.
 
 
 def _attention(
@@ -348,8 +353,9 @@ def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
     def run(*elems: Any) -> Any:
         return func(*tree_unflatten(elems, spec), *options)
 
-    # For each step, backward reads gates, cell and output: six numbers for each unit of
-    # an LSTM. The number of weight rows is an upper bound: each unit has eight.
+    # For each time step, the backward pass reads gates, cell and output: six numbers for each unit
+    # of an LSTM. The number of rows of all weights is an upper bound: an LSTM has eight for each
+    # unit.
     num_rows = sum(weight.size(0) for weight in weights if weight.dim() == 2)
     num_kept = args[0].shape[:-1].numel() * num_rows * torch.is_grad_enabled()
     return _fused(func, run, num_kept, *inputs)

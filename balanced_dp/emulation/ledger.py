@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 ROUND_BYTES = 512
-"""The size of each block is rounded up to a multiple of this, as in CUDA's caching allocator.
+"""The size of each block of memory is rounded up to a multiple of this number, as on CUDA.
 
 Source: ``kMinBlockSize`` in c10/cuda/CUDACachingAllocator.h, torch 2.11 to 2.13.
 """
@@ -42,7 +42,7 @@ class Label(str, Enum):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """The entry of a ledger for one storage.
+    """The record that a ``DeviceLedger`` keeps of one storage on its device.
 
     Attributes:
         number: the number of blocks that were allocated on the device before this block.
@@ -104,7 +104,8 @@ class DeviceLedger:
         """The maximum of ``allocated_bytes`` since the last ``reset_script_peak``.
 
         This is the peak that ``torch.cuda`` reports to scripts and that scripts reset. It is
-        separate from ``peak_bytes``, so that their resets do not disturb measurements.
+        separate from ``peak_bytes``, so that a reset by a script does not disturb the measurements
+        of this library.
         """
         self.total_bytes = 0
         """The sum of the sizes of all blocks ever allocated, including blocks that were freed."""

@@ -24,10 +24,10 @@ from .ledger import Allocation, DeviceLedger, Label, round_up
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
 
-The type "lazy" has a dispatch key of its own and allows any device index, and autograd runs the
-backward nodes of its tensors in the queue for CPU nodes. Two other types do not work. From Python,
-the type PrivateUse1 can only have the index 0. The type "cuda" would need fake CUDA tensors, and
-their backward pass aborts the process if there is no GPU.
+The type "lazy" has a dispatch key of its own and allows any device index. Autograd runs the
+backward nodes of "lazy" tensors in the queue for CPU nodes. Two other types would not work. From
+Python, the type PrivateUse1 can only have the index 0. The type "cuda" would need fake CUDA
+tensors, and their backward pass aborts the process if there is no GPU.
 """
 
 MAX_DEVICES = 128
@@ -51,11 +51,12 @@ class _PerThread(threading.local):
 
 
 class Machine:
-    """The emulated devices of a context, their memory, and the bytes copied between them.
+    """The devices of an ``emulate_devices`` context, their memory, and the bytes copied among them.
 
     Args:
         capacities: the capacity of each device in bytes.
-        symbolic: whether to keep only the shapes of floating-point tensors.
+        symbolic: whether to keep only the shapes, not the values, of floating-point and complex
+            tensors.
         device_type: the device type that the devices report to scripts, "lazy" or "cuda". Inside
             torch, their tensors always have the device type ``DEVICE_TYPE``.
     """
@@ -84,8 +85,9 @@ class Machine:
         self.reads_unknown_as_nan = False
         """Whether reading a value that was not computed gives NaN, instead of raising an error.
 
-        If true, ``Tensor.item`` returns NaN, or False for a bool tensor, and copying a
-        floating-point tensor to the CPU gives NaN. If false, both raise an error.
+        In symbolic mode, floating-point tensors have shapes but no values. If true, ``Tensor.item``
+        returns NaN, or False for a bool tensor, and copying a floating-point tensor to the CPU
+        gives NaN. If false, both raise an error.
         """
 
     def index_of(self, device: torch.device | str | int | None) -> int:
@@ -114,9 +116,9 @@ class Machine:
     def ignore_capacities(self) -> None:
         """Allow each device to hold more memory than its capacity.
 
-        The devices still report their capacities. ``run`` and ``tune`` start with a split (the
-        number of samples for each device) that may not fit in memory. They must not fail there, so
-        that their search can find a split that fits.
+        The devices still report their capacities. ``balanced-dp run`` and ``tune`` search for a
+        split (the number of samples for each device) that fits in memory. The first split that they
+        measure may not fit, and must not end the search.
         """
         for ledger in self.ledgers:
             ledger.limit_bytes = sys.maxsize
@@ -159,7 +161,7 @@ class Machine:
 
 
 def label_of_results(machine: Machine) -> Label:
-    """Return what the memory of the running operator's results is used for, such as activation."""
+    """Return the label (use of memory, such as activation) of the running operator's results."""
     if makes_parameter_gradients():
         return Label.GRADIENT
     return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
@@ -225,7 +227,7 @@ def make_current(machine: Machine) -> Iterator[None]:
     """Let ``current_machine`` return ``machine`` inside a ``with`` block, then close ``machine``.
 
     Raises:
-        EmulationError: there is a current machine already.
+        EmulationError: another ``emulate_devices`` context is open.
     """
     global _current
     with _lock:

@@ -111,7 +111,8 @@ def _apply_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         except RuntimeError as error:
             if "Couldn't swap" not in str(error):
                 raise
-            # A graph, a view or a weak reference holds a parameter: replace it instead.
+            # An autograd graph, a view or a weak reference holds a parameter, so it cannot be
+            # swapped: replace the parameter instead.
             _future.set_swap_module_params_on_conversion(False)
             return _apply(self, *args, **kwargs)
         finally:
@@ -129,7 +130,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def _swap_data(parameter: Any, other: torch.Tensor) -> None:
     """Swap two tensors, but let ``parameter`` keep its attributes and hooks.
 
-    An assignment to ``parameter.data`` keeps them, too.
+    An assignment to ``parameter.data`` would keep the attributes and hooks, too.
     """
     attributes = {k: v for k, v in vars(parameter).items() if k not in ("_elem", "_machine")}
     hooks = {name: getattr(parameter, name) for name in _HOOKS}
@@ -143,7 +144,8 @@ def _swap_data(parameter: Any, other: torch.Tensor) -> None:
 def _no_files() -> Patches:
     """Return patches by which ``torch.save`` and safetensors write no files, but warn.
 
-    They are for symbolic mode: without values, saving would fail after it has emptied the file.
+    The patches are for symbolic mode, in which tensors have shapes but no values. Without these
+    patches, saving a tensor that has no values would fail after the file has been emptied.
     """
     save = torch.save
 

@@ -1,7 +1,8 @@
-"""Symbolic mode: which tensors have values, and how operators run on shapes only.
+"""Symbolic mode: floating-point tensors on emulated devices have shapes but no values.
 
-An emulated tensor wraps another tensor. If the values of a tensor are not known, the wrapped tensor
-is on torch's ``meta`` device and has only a shape.
+This file says which tensors have values, and runs operators on shapes only. An emulated tensor
+wraps another tensor. If the values of an emulated tensor are not known, the wrapped tensor is on
+torch's ``meta`` device and has only a shape.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ META = torch.device("meta")
 
 
 def is_known(elem: torch.Tensor) -> bool:
-    """Return whether ``elem``, a wrapped tensor, has values, and not only a shape."""
+    """Return whether ``elem``, which an emulated tensor wraps, has values and not only a shape."""
     return not elem.is_meta
 
 
 def is_unknown_dtype(dtype: torch.dtype) -> bool:
-    """Return whether tensors of type ``dtype`` have only a shape in symbolic mode."""
+    """Return whether symbolic mode keeps only the shapes of ``dtype`` tensors, not the values."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def is_written(argument: torch.Argument) -> bool:
-    """Return whether an operator writes to the tensors that are passed as ``argument``."""
+    """Return whether an operator writes to tensors that it gets as ``argument`` of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
@@ -45,7 +46,7 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
 
 
 class UnknownStorage(torch.UntypedStorage):
-    """A storage without data that has a unique address, because safetensors reads the address."""
+    """A storage that has no data but reports a unique address, which safetensors reads."""
 
     def data_ptr(self) -> int:
         """Return a number that differs from the number of every other storage."""
@@ -55,11 +56,12 @@ class UnknownStorage(torch.UntypedStorage):
 class SymbolicOperator:
     """A callable that runs one of torch's operators in symbolic mode.
 
-    If the values of all tensors are known, the operator computes values. If not, it runs on shapes
-    only. Torch computes many shapes in Python, which is slow, and the layers of a model and the
-    steps of a training repeat the same shapes. So the operator runs on shapes once for each
-    combination of tensor layouts (sizes, strides and dtypes) and other arguments. Later calls with
-    an equal combination only create outputs with the same layouts.
+    In symbolic mode, tensors may have shapes but no values. If the values of all arguments are
+    known, the operator computes values. If not, it runs on shapes only. Torch computes many shapes
+    in Python, which is slow, and the same shapes occur again in other layers of the model and in
+    later training steps. So the operator runs on shapes once for each combination of tensor layouts
+    (sizes, strides and dtypes) and other arguments. Later calls with an equal combination only
+    create outputs with the same layouts.
     """
 
     __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")
@@ -124,7 +126,7 @@ class SymbolicOperator:
 def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return ``indices`` with each mask replaced by the integer indices of its true elements.
 
-    The number of true elements decides the shape of the result of indexing.
+    When a tensor is indexed with a mask, the number of true elements decides the result's shape.
 
     Raises:
         SymbolicValueError: the values of a mask are not known.
@@ -156,9 +158,10 @@ _MAX_KEYS = 2**12
 
 
 def _key(values: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Return a key of ``values``, and append the tensors among the values to ``tensors``.
+    """Return a dictionary key for ``values``, the arguments of an operator.
 
-    The key contains the layout of each tensor, and the type and value of each other argument.
+    Tensors among the values are also appended to ``tensors``. The key contains the layout of each
+    tensor, and the type and value of each other argument.
     """
     key: list[Any] = []
     for value in values:
@@ -178,11 +181,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _MakeOutputs | None:
-    """Return a function that creates outputs with the layouts of ``out``.
+    """Return a function that creates outputs with the layouts of ``out``, an operator's output.
 
-    Return None if ``out`` contains a value for which this is not supported, such as a tensor whose
-    values are known, or a view of an input. ``storages`` begins with the storages of the inputs.
-    This function appends the storages of new outputs.
+    A layout is the sizes, the strides and the dtype of a tensor. Return None if ``out`` contains a
+    value for which this is not supported, such as a tensor whose values are known, or a view of an
+    input. ``storages`` contains a number for each storage of ``inputs``. This function appends a
+    number for each further storage in ``out``.
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]

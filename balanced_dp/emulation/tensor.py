@@ -1,10 +1,10 @@
 """The class ``EmulatedTensor``: a tensor on an emulated device, which wraps a CPU tensor.
 
-``EmulatedTensor.__torch_dispatch__`` intercepts every operator below autograd, so torch itself
-handles gradients, hooks and views. This method checks that all tensors are on one device, runs the
-operator on the wrapped CPU tensors, and records the memory of the results in the ledger of the
-device. In symbolic mode, a wrapped tensor whose values are not known is on torch's ``meta`` device:
-it has a shape and no data.
+``EmulatedTensor.__torch_dispatch__`` intercepts every operator after autograd has handled it, so
+torch itself takes care of gradients, hooks and views. ``__torch_dispatch__`` checks that all
+tensors are on one device, runs the operator on the wrapped CPU tensors, and records the memory of
+the results in the ledger of the device. In symbolic mode, a wrapped tensor whose values are not
+known is on torch's ``meta`` device: it has a shape and no data.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class EmulatedTensor(torch.Tensor):
     """
     _machine: Machine
 
-    # __torch_dispatch__ intercepts operators below autograd. So __torch_function__, which would
-    # intercept them above autograd, is disabled. Torch's stubs give both methods wider types.
+    # __torch_dispatch__ intercepts operators after autograd. So __torch_function__, which would
+    # intercept them before autograd, is disabled. Torch's stubs give both methods wider types.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _is_param = False
@@ -76,7 +76,7 @@ class EmulatedTensor(torch.Tensor):
         cls, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not all(issubclass(kind, EmulatedTensor) for kind in types):
-            return NotImplemented  # the other class handles the call, such as a nested tensor
+            return NotImplemented  # another class, such as that of nested tensors, handles it
         return _handler(func)(*args, **(kwargs or {}))
 
     def as_subclass(self, cls: type[torch.Tensor]) -> Any:
@@ -179,7 +179,8 @@ class Operator:
         self.refused_cpu_dims = tuple(map(_refused_cpu_dims, schema.arguments))
         self.draws_random_numbers = any(a.name == "generator" for a in schema.arguments)
         self.on_shapes = SymbolicOperator(func)
-        # Other operators that write to their arguments, such as those with out=, may resize them.
+        # An in-place operator without the tag inplace_view keeps the shapes of its arguments. All
+        # other operators that write to arguments, such as those with out=, may resize them.
         keeps_shapes = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
         self.may_reshape = not keeps_shapes
 
@@ -274,8 +275,8 @@ class Wrapped:
     def unwrap(self, value: Any, refused_cpu_dims: float = 1) -> Any:
         """Return ``value`` with each emulated tensor replaced by the tensor that it wraps.
 
-        A CPU tensor with ``refused_cpu_dims`` or more dimensions is taken for a tensor on the wrong
-        device, so ``index`` then raises an error.
+        A CPU tensor with ``refused_cpu_dims`` or more dimensions counts as a tensor on the wrong
+        device. After such a tensor has been unwrapped, the property ``index`` raises an error.
         """
         if isinstance(value, EmulatedTensor):
             elem = elem_of(value)
@@ -336,9 +337,9 @@ _DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
 def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) -> EmulatedTensor:
     """Return a new tensor on the emulated device ``index`` that wraps ``elem``.
 
-    The memory of ``elem`` is recorded in the ledger of the device, with ``label`` (what the memory
-    is used for). If ``elem`` is a view of recorded memory, nothing is recorded. In symbolic mode, a
-    floating-point or complex ``elem`` is first replaced by a meta tensor of the same shape.
+    The memory of ``elem`` is recorded in the device's ``DeviceLedger``, with ``label`` (what the
+    memory is used for). If ``elem`` is a view of recorded memory, nothing is recorded. In symbolic
+    mode, a floating-point or complex ``elem`` is first replaced by a meta tensor of the same shape.
 
     Raises:
         torch.OutOfMemoryError: the tensor does not fit on the device.
@@ -367,7 +368,7 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
 
 
 def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the strided tensors that have the data of ``elem``.
+    """Return the strided tensors that hold the data of ``elem``.
 
     They are ``elem`` itself, or if ``elem`` is a sparse COO tensor, its indices and its values.
 
@@ -401,7 +402,10 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
 
 
 def allocations_of(tensor: EmulatedTensor) -> list[Allocation]:
-    """Return the ``Allocation`` of each storage of ``tensor``: one if strided, two if sparse."""
+    """Return the ``Allocation`` (the recorded memory) of each storage of ``tensor``.
+
+    A strided tensor has one storage, and a sparse tensor has two.
+    """
     storages: list[Any] = [part.untyped_storage() for part in _parts(tensor._elem)]
     return [storage._allocation for storage in storages]  # set by Machine.enter
 
@@ -420,8 +424,9 @@ def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL
 def _refused_cpu_dims(argument: torch.Argument) -> float | None:
     """Return the smallest number of dimensions for which CPU tensors are refused as ``argument``.
 
-    As on CUDA, a 0-dimensional CPU tensor is accepted as a number, unless it is in a list or is
-    written to. None means that ``argument`` takes no tensors.
+    ``argument`` belongs to the schema of an operator on emulated tensors. As on CUDA, a
+    0-dimensional CPU tensor is accepted as a number, unless it is in a list or is written to. None
+    means that ``argument`` takes no tensors.
     """
     if "Tensor" not in str(argument.type):
         return None

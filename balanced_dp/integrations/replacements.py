@@ -27,12 +27,13 @@ WrappedAt = tuple[str, int]
 
 @contextmanager
 def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
-    """Replace ``nn.DataParallel``, ``data_parallel`` and ``Trainer`` inside a ``with`` block.
+    """Make a script use ``BalancedDataParallel`` and ``BalancedTrainer`` inside a ``with`` block.
 
-    The replacement of ``nn.DataParallel`` takes the same arguments, and ``isinstance`` gives the
-    same results as before. If a script subclasses ``nn.DataParallel`` and overrides a method such
-    as ``forward`` or ``scatter``, the subclass is derived from torch's class, not from the
-    replacement.
+    They take the place of ``nn.DataParallel``, of the function ``nn.parallel.data_parallel`` and of
+    the ``Trainer`` of transformers. The replacement of ``nn.DataParallel`` takes the same
+    arguments, and ``isinstance`` gives the same results as before. If a script subclasses
+    ``nn.DataParallel`` and overrides a method such as ``forward`` or ``scatter``, the subclass is
+    derived from torch's class, not from the replacement.
 
     Args:
         loop: the object that splits the batches of all instances of ``BalancedDataParallel``
@@ -57,7 +58,7 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
                 calls.append(call)
 
     function = functools.partial(balanced_data_parallel, None)
-    # As an attribute of torch.nn.parallel, this module is hidden by the function of the same name.
+    # The attribute data_parallel of torch.nn.parallel is a function, not this module of that name.
     file = sys.modules["torch.nn.parallel.data_parallel"]
     with ExitStack() as stack:
         for owner, name, ours in (
@@ -92,11 +93,11 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 
 
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
-    """Find the module ``transformers.trainer`` for an import, and make its trainers balanced.
+    """Find the module ``transformers.trainer``, and make its ``Trainer`` create balanced trainers.
 
-    This is the ``find_spec`` of a finder in ``sys.meta_path``. For other modules, it returns None.
-    After the import, a trainer of a class C is created as an instance of ``class
-    Balanced(BalancedTrainer, C)``, the class that the report of the run suggests. Trainers of
+    This function is the ``find_spec`` of a finder in ``sys.meta_path``. It returns None for any
+    other module. After the import, a trainer of a class C is created as an instance of ``class
+    Balanced(BalancedTrainer, C)``, as the report of ``balanced-dp run`` suggests. Trainers of
     classes that the script itself derives from ``BalancedTrainer`` stay as they are.
     """
     spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None

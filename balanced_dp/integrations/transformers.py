@@ -35,7 +35,7 @@ OPTIONS = ("broadcast", "device_weights", "loss_weight", "scalar_outputs", "spli
 """Arguments that a ``BalancedTrainer`` passes on to ``BalancedDataParallel``."""
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtype of autocast for each mixed precision of accelerate."""
+"""The autocast dtype for the values "bf16" and "fp16" of accelerate's ``mixed_precision``."""
 
 
 class _TrainerParallel(BalancedDataParallel[nn.Module]):
@@ -81,29 +81,30 @@ class BalancedTrainer(Trainer):
     As with ``Trainer``, the number of samples in a batch is ``per_device_train_batch_size`` times
     the number of devices. At most ``gpu0_bsz`` of the samples are on the first device. Loss and
     gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``. Only
-    the loss is gathered, unless ``compute_loss`` is overridden or needs the logits. If the Trainer
-    uses the mixed precision ``"bf16"`` or ``"fp16"``, the replicas run under autocast.
+    the loss of each device is gathered, unless the method ``compute_loss`` is overridden or needs
+    the logits, too. If the Trainer uses the mixed precision ``"bf16"`` or ``"fp16"``, the replicas
+    run under autocast.
 
     For a subclass ``MyTrainer`` of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer,
-    MyTrainer)``. This class takes the arguments of both of its bases.
+    MyTrainer)``. ``MyBalancedTrainer`` takes the arguments of both of its bases.
 
     The code of ``Trainer`` sees a single device: in ``trainer.args``, ``n_gpu`` is 1, and the batch
-    size per device is that of all devices together. With one device, in a distributed launch, and
-    with a model that is compiled, quantized or spread over several devices (``device_map``), the
-    class behaves as ``Trainer``.
+    sizes per device are the batch sizes of all devices together. With one device, in a distributed
+    launch, and with a model that is compiled, quantized or spread over several devices
+    (``device_map``), the class behaves as ``Trainer``.
 
     Args:
         *args: arguments of ``Trainer``.
         gpu0_bsz: the most samples of a batch that the first device gets, ``"auto"`` or None, as for
             ``BalancedDataParallel``.
-        device_ids: the devices, as for ``BalancedDataParallel``; None means those that
-            ``Trainer`` would use. The model is moved to the first one.
+        device_ids: the devices, as for ``BalancedDataParallel``; None means the devices that
+            ``Trainer`` would use. The model is moved to the first device.
         **kwargs: arguments of ``Trainer``, and ``broadcast``, ``device_weights``, ``loss_weight``,
             ``scalar_outputs``, ``split`` and ``spread`` of ``BalancedDataParallel``.
 
     Attributes:
         parallel_model: the ``BalancedDataParallel`` that wraps the model. It is None before
-            ``Trainer`` first wraps its model, and if the class behaves as ``Trainer``.
+            ``Trainer`` first wraps its model. It stays None if the class behaves as ``Trainer``.
 
     Raises:
         ArgumentError, ArgumentTypeError: ``device_ids`` or an argument of ``BalancedDataParallel``
@@ -134,7 +135,7 @@ class BalancedTrainer(Trainer):
         """Let ``Trainer`` see one device with the whole batch, so that it does not rescale losses.
 
         Args:
-            devices: the devices of the model.
+            devices: the devices over which each batch is split.
         """
         self._wrapping["device_ids"] = devices
         self.args = copy.copy(self.args)  # the caller may pass them to another Trainer
@@ -170,7 +171,7 @@ class BalancedTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``Trainer.evaluation_loop``, with weights that are copied once for all batches."""
+        """Run ``Trainer.evaluation_loop``, and copy the weights to the devices only once for it."""
         model = self._wrap_model(self.model, training=False)
         shared = model.shared_weights() if isinstance(model, _TrainerParallel) else nullcontext()
         loss_only = bool(kwargs.get("prediction_loss_only"))
@@ -202,9 +203,10 @@ class _Callback(TrainerCallback):
 
 
 class _KeepSplit(_Callback):
-    """A callback that stores the result of ``gpu0_bsz="auto"``, a split, in the Trainer's state.
+    """A callback that stores the split found by ``gpu0_bsz="auto"`` in the Trainer's state.
 
-    The split is stored after each step. It is loaded from the state when training begins.
+    The split (the number of samples for each device) is stored after each step. It is loaded from
+    the state when training begins.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -222,9 +224,9 @@ class MemoryCallback(_Callback):
     """A callback that logs the peak memory of each device whenever the Trainer logs.
 
     The values are those of ``MemoryLogger``. There is one peak for each device: for example,
-    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory occupied by tensors on this device
-    since the last time that the peaks were logged. ``memory/imbalance`` is (max - min) / max of the
-    peaks of all devices.
+    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory that tensors have occupied on
+    ``cuda:0``, whose name in NVML is ``gpu:3``, since the peaks were last logged.
+    ``memory/imbalance`` is (max - min) / max of the peaks of all devices.
 
     Args:
         trainer: a ``BalancedTrainer``.

@@ -24,18 +24,18 @@ from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
 _LARGE = 2**20
-"""A batch size so large that rounding does not hide the share that device 0 gets of it."""
+"""A batch size so large that rounding hardly changes which share of the batch device 0 gets."""
 
 STATE_KEY = "auto_split"
-"""The key, in the metadata of a state dict, for the split found by ``gpu0_bsz="auto"``."""
+"""The key under which a state dict's metadata holds the split found by ``gpu0_bsz="auto"``."""
 
 
 class SplitPolicy:
-    """A fixed rule that splits each batch over the devices.
+    """A fixed rule for splitting each batch over the devices.
 
     Args:
         gpu0_bsz: the most samples for the first device, or None for no limit.
-        devices: the devices that share a batch.
+        devices: the devices over which each batch is split.
         device_weights: one number for each device. If given, batches are split in proportion to
             these numbers.
 
@@ -67,7 +67,7 @@ class SplitPolicy:
         return split_batch(batch_size, len(self.devices), limit)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        """Return how many samples each device gets in the call that begins now.
+        """Return how many samples each device gets in the call of the model that begins now.
 
         Args:
             module: the module that the call runs; this class does not use it.
@@ -75,7 +75,7 @@ class SplitPolicy:
 
         Warns:
             BalanceWarning: ``gpu0_bsz`` has no effect on the first batch, because it is not below
-                the even share of this batch.
+                the first device's number of samples in an even split of this batch.
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         has_no_effect = batch_size > 1 and even <= (self.gpu0_bsz or 0)
@@ -99,11 +99,12 @@ class SplitPolicy:
 
 
 def smallest_chunk(module: nn.Module) -> int:
-    """Return the smallest number of samples in a chunk that a replica of ``module`` can train on.
+    """Return the smallest number of samples that a replica of ``module`` can train on.
 
-    This number is 2 if a batch norm of ``module`` computes its statistics from the chunk, and 1
-    otherwise. A batch norm raises an error if each channel has a single value, and the statistics
-    of one image are not those of a batch.
+    This number is 2 if a batch norm of ``module`` computes its statistics from the replica's
+    samples, and 1 otherwise. With a single sample, a batch norm raises an error if each channel has
+    only one value. If the sample is an image, there may be no error, but the statistics of one
+    image are not those of a batch.
     """
     norms = (child for child in module.modules() if isinstance(child, _BatchNorm))
     return 1 + any(norm.training or norm.running_mean is None for norm in norms)
@@ -114,17 +115,21 @@ class AutoSplit:
 
     This class has the methods and attributes of ``SplitPolicy``.
 
-    The search compares the peak memory of training iterations with different splits. An iteration
-    begins with a forward pass with gradients enabled, and ends with the step of a
+    A split is the number of samples that each device gets. The best split is the one with which the
+    fullest device is least full: the highest peak memory of a device, as a fraction of the device's
+    total memory, is lowest. The search compares the peak memory of training iterations with
+    different splits.
+
+    An iteration begins with a forward pass with gradients enabled, and ends with the step of a
     ``torch.optim.Optimizer``. With gradient accumulation, an iteration contains several calls of
     the model. The search ignores the very first iteration, which creates the optimizer's state, and
-    the first iteration with each split.
+    the first iteration after each change of the split.
 
     Attributes:
         search: the search for the best ``gpu0_bsz``.
         batch_size: the number of samples in the largest training batch so far, which a loaded
             checkpoint may have set. It is 0 before the first training batch.
-        num_iterations: the number of iterations that have ended.
+        num_iterations: the number of training iterations that have ended.
         last_split: how many samples each device got in the last call; empty before the first call.
 
     Raises:
@@ -152,33 +157,34 @@ class AutoSplit:
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """The first device's number of samples for a batch of ``batch_size``; None if that is 0."""
+        """How many of ``batch_size`` samples the first device gets; None if ``batch_size`` is 0."""
         return self.split(self.batch_size)[0] if self.batch_size else None
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return each device's number of samples for a batch of ``batch_size`` samples.
 
-        If memory has run out since the last call, the split may change first.
+        If memory has run out in the current training iteration, this method may first change how
+        batches are split.
         """
         self._note_failure()
         return self.search.split(batch_size)
 
     def begin(self) -> None:
-        """Begin an iteration, unless the last iteration has not ended.
+        """Begin a training iteration, unless one is running already.
 
-        The iteration measures peak memory unless the search is over.
+        During the iteration, peak memory is measured unless the search for the best split is over.
         """
         if self._peaks is None:
             _watching[id(self)] = self
             _register_hook(_note_step)
             watched = () if self.search.is_over else self.devices
             self._num_ooms = num_ooms(watched) or self._num_ooms
-            # The largest batch, and whether its gradients were added to existing gradients.
+            # The size of the largest batch, and whether its gradients were added to existing ones.
             self._batch = (0, False)
             self._peaks = Peaks(watched)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        """Record that a call begins, and return how many samples each device gets in it.
+        """Record that a call of the model begins; return how many samples each device gets.
 
         Args:
             module: the module that the call runs.
@@ -198,7 +204,7 @@ class AutoSplit:
         return chunk_sizes
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the iteration if ``optimizer``, which has just stepped, trains the model."""
+        """End the training iteration if ``optimizer``, which has just stepped, trains the model."""
         is_ours = any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
         if self._peaks is not None and is_ours:
             peaks, self._peaks = self._peaks.allocated, None
@@ -207,7 +213,7 @@ class AutoSplit:
             self.num_iterations += 1
 
     def _note_rule(self) -> bool:
-        """Record how this iteration splits; return whether the previous one split in the same way.
+        """Record this iteration's split; return whether the previous iteration had the same split.
 
         If the previous iteration split batches differently, the peak memory of this iteration is
         ignored. While this iteration ran, the loop may still have held outputs of the previous
@@ -217,7 +223,7 @@ class AutoSplit:
         return before == self._rule
 
     def _note_failure(self, has_failed: bool = False) -> bool:
-        """End the iteration if memory ran out in it, and return whether this changes the split.
+        """End the training iteration if memory ran out in it; return whether the split changes.
 
         If memory runs out in evaluation, nothing changes.
 
@@ -235,13 +241,13 @@ class AutoSplit:
         return self.search.ran_out(self._batch[0], which_ran_out(self.devices, before))
 
     def remedy(self, batch_size: int) -> str:
-        """Change the split after memory ran out, and return the advice to add to the error."""
+        """Adapt the split after memory ran out, and return the advice to add to the error."""
         if self._note_failure(has_failed=True):
             return f"gpu0_bsz='auto' is now {self.split(batch_size)[0]}: repeat the step"
         return "gpu0_bsz='auto' keeps its split; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the split found so far, with which a later run can start.
+        """Return the split of batches found so far, with which a later run can start.
 
         The result is a dictionary of numbers and lists. It is None before the first training batch.
         """
@@ -262,7 +268,7 @@ def split_policy(
     devices: Sequence[torch.device],
     device_weights: Sequence[float] | None,
 ) -> SplitPolicy | AutoSplit:
-    """Return the object that splits batches by the arguments of ``BalancedDataParallel``.
+    """Return the object that splits batches as the arguments of ``BalancedDataParallel`` say.
 
     It is an ``AutoSplit`` if ``gpu0_bsz`` is ``"auto"`` and there are several devices, and a
     ``SplitPolicy`` otherwise.
@@ -282,7 +288,7 @@ def split_policy(
     if isinstance(gpu0_bsz, str):
         fact = "gpu0_bsz must be an integer, None or, without device_weights, 'auto'"
         raise ArgumentTypeError(f"{fact}, got {gpu0_bsz!r}")
-    # One device gets the whole batch, such as the CPU when a script is tried out.
+    # A single device, such as the CPU when a script is tried out, gets the whole batch.
     return SplitPolicy(gpu0_bsz, devices, device_weights if len(devices) > 1 else None)
 
 

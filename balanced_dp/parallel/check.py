@@ -26,8 +26,8 @@ class Difference(NamedTuple):
     relative: float
     """The size of the difference, relative to the result of the whole batch.
 
-    It is the largest absolute difference of two corresponding entries, divided by the largest
-    absolute value of an entry for the whole batch.
+    It is the largest absolute difference between corresponding entries of the two tensors, divided
+    by the largest absolute value in the tensor of the whole batch.
     """
     cause: str
     """The likely cause of the difference, and a remedy if one is known."""
@@ -64,14 +64,14 @@ class CheckResult:
 
 
 def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckResult:
-    """Compare outputs and gradients of a split batch with those of the whole batch.
+    """Compare a module's outputs and gradients for a split batch with those for the whole batch.
 
-    Both batches run in evaluation mode, on a copy of the module.
+    A copy of the module, in evaluation mode, computes both.
 
     Args:
-        parallel: the ``BalancedDataParallel``.
-        inputs: the positional arguments of the call to compare.
-        kwargs: the keyword arguments of this call.
+        parallel: the ``BalancedDataParallel`` that holds the module.
+        inputs: the positional arguments of the module, for the whole batch.
+        kwargs: the keyword arguments of the module, for the whole batch.
     """
     others = [device for device in parallel.devices if device.type != "cpu"]
     with (
@@ -106,14 +106,14 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 
 def _copied(*values: Any) -> Any:
-    """Return ``values`` with copies of its tensors. Backward does not reach the originals."""
+    """Return ``values`` with each tensor replaced by a copy without the original's graph."""
     tensors = (pair for pair in nested.leaves(values) if isinstance(pair[1], Tensor))
     copies = {path: t.detach().requires_grad_(t.requires_grad).clone() for path, t in tensors}
     return nested.replaced(values, copies)
 
 
 def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
-    """Return the floating-point outputs and the gradients of the parameters, by name.
+    """Return a dictionary of the floating-point outputs and the gradients of the parameters.
 
     The gradients are those of a weighted sum of all entries of the outputs that require gradients.
     Each entry of an output has a different weight.
@@ -133,9 +133,10 @@ def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
 
 
 def _relative(found: Tensor | None, expected: Tensor) -> float:
-    """Return the largest difference of ``found`` from ``expected``, as ``Difference.relative``.
+    """Return the largest difference between ``found`` and ``expected``, relative to ``expected``.
 
-    The result is infinite if the tensors differ in shape, or if ``found`` is None.
+    It is computed as ``Difference.relative`` says. The result is infinite if the tensors differ in
+    shape, or if ``found`` is None.
     """
     if found is None or found.shape != expected.shape:
         return math.inf

@@ -1,21 +1,23 @@
-"""Copy weights to other devices and bring their gradients back, many tensors in few pieces.
+"""Copy weights to other devices and copy their gradients back, several tensors at a time.
 
 Each launch of a copy takes time. So several tensors of one dtype are flattened into a single
 tensor, which is copied in one piece. Such a group of tensors is a bucket. Parameters and buffers
 are copied to the other devices in buckets. If there are several other devices, NCCL broadcasts the
 buckets. Gradients are copied back in buckets, too. A bucket holds parameters that were registered
-one after the other, since a forward pass uses these soon after one another.
+one after the other, because a forward pass usually uses these soon after one another.
 
 Weights are copied on CUDA streams that are used for nothing else. ``Arrivals`` holds the events
-that mark the end of the copy of each bucket. While a replica runs, the ``_parameters`` dictionary
-of a module whose parameters are still being copied is replaced by an ``ArrivingParameters``. When a
-stream first reads a parameter from it, the stream waits for the events of this module.
+that mark the end of the copy of each bucket. A replica may start to run before all copies are
+complete. So in each of its modules whose parameters are being copied, an ``ArrivingParameters``
+takes the place of the dictionary ``_parameters``. When a parameter is first read from it, the
+current stream waits for the copies of all parameters of this module.
 
 The home of a parameter is the device that the original parameter is on. If gradients are enabled,
 each bucket has one autograd node for each device that holds copies. The backward of this node runs
 as soon as that device has computed all gradients of the bucket. It copies the gradients to the home
 of the parameters, where autograd adds up the gradients of all devices. The nodes of different
-buckets and devices do not wait for each other::
+buckets and devices do not wait for each other. In this picture, the buckets b0 to b3 hold the
+parameters of the layers l0 to l3, and d1 is a device other than their home::
 
     weights       home: b0 b1 b2 b3        one broadcast for each bucket, in the order of use
     forward       d1:      l0 l1 l2 l3     a layer waits for its own bucket
@@ -43,15 +45,18 @@ from .scatter import move
 BUCKET_BYTES = 25 * 2**20
 """The maximum size, in bytes, of a bucket that holds several tensors.
 
+A bucket is a group of tensors that are copied in one piece.
+
 Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
 """
 
 LEAST_BYTES = 2**20
-"""The minimum capacity, in bytes, of a bucket in which parameters or buffers are copied.
+"""The lowest limit, in bytes, on the size of a bucket of parameters or buffers.
 
-A smaller capacity would give more buckets, and each bucket needs a launch on every device.
+A bucket is a group of tensors that are copied in one piece. A lower limit would give more buckets,
+and each bucket needs a launch on every device.
 
-Source: the first bucket of torch 2.13's ``DistributedDataParallel``.
+Source: the size of the first bucket of torch 2.13's ``DistributedDataParallel``.
 """
 
 
@@ -60,12 +65,15 @@ _sending = threading.Lock()
 
 It is needed because several threads may call models on the same devices. To broadcast a tensor,
 NCCL launches a kernel on one device after the other, and these kernels wait for each other. Without
-the lock, another thread could act between two of these launches. If it made the stream of the
-second kernel wait for the stream of the first kernel, there would be a deadlock.
+the lock, another thread could act between two of these launches. If that thread made the stream of
+the second kernel wait for the stream of the first kernel, there would be a deadlock.
 """
 
 Copies = dict[torch.device, list[torch.Tensor]]
-"""A dictionary that maps each device to copies of the same tensors, in the same order."""
+"""A dictionary that maps each device to a list of copies of tensors.
+
+The lists of all devices hold copies of the same tensors, in the same order.
+"""
 
 
 class Arrivals:
@@ -76,12 +84,13 @@ class Arrivals:
     was called. This memory must not be freed before ``wait`` is called.
 
     Attributes:
-        events: the event to wait for, by the ``id`` of a tensor. Wait for the event of a copy
-            before the copy is used. Wait for the event of an original before the original is
+        events: a dictionary that maps the ``id`` of a tensor to an event. Wait for the event of a
+            copy before the copy is used. Wait for the event of an original before the original is
             written to.
         are_traced: whether ``torch.compile`` has ever traced code that reads parameters whose
             copies might be incomplete. Compiled code reads parameters without waiting. So once this
-            is True, each call waits for the copies of all parameters before it runs the replicas.
+            is True, each call of a model waits for the copies of all parameters before it runs the
+            replicas.
     """
 
     are_traced: ClassVar[bool] = False
@@ -91,7 +100,10 @@ class Arrivals:
         self.events: dict[int, torch.Event] = {}
 
     def expect(self, devices: Iterable[torch.device]) -> None:
-        """Let the weight stream of each device wait for the work on the device's current stream."""
+        """Let the weight stream of each device wait for the device's current stream.
+
+        The weight stream is the stream on which weights are copied.
+        """
         for device in devices:
             self._streams[device] = torch.get_device_module(device).current_stream(device)
             side_stream(device, "weights").wait_stream(self._streams[device])
@@ -99,7 +111,8 @@ class Arrivals:
     def note(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
         """Record an event on the device's weight stream, and store it as the event of ``tensors``.
 
-        The event marks the end of the work that has been queued on this stream so far.
+        The weight stream is the stream on which weights are copied. The event marks the end of the
+        work that has been queued on this stream so far.
         """
         event = side_stream(device, "weights").record_event()
         self.events.update(dict.fromkeys(map(id, tensors), event))
@@ -115,13 +128,13 @@ class Arrivals:
 class ArrivingParameters(UserDict[str, Any]):
     """A replacement for the ``_parameters`` of a module whose parameters are still being copied.
 
-    When a CUDA stream first reads a parameter from this dictionary, the stream waits for the copies
-    of all parameters of the module. The operator ``in`` does not wait, since ``Module.__getattr__``
-    uses it to look up attributes of any kind.
+    When a parameter is first read from this dictionary while a CUDA stream is current, this stream
+    waits for the copies of all parameters of the module. The operator ``in`` does not wait, since
+    ``Module.__getattr__`` uses it to look up attributes of any kind.
 
     Args:
         plain: the plain dictionary that this object replaces.
-        device: the device of the parameters.
+        device: the device of the copies.
         events: the CUDA events that mark the end of the copies.
     """
 
@@ -135,8 +148,8 @@ class ArrivingParameters(UserDict[str, Any]):
         self._waited: set[int] = set()
 
     def __reduce__(self) -> Any:
-        # A copy of this object is a copy of the plain dictionary, because the module's
-        # register_parameter writes to the plain dictionary.
+        # A deep copy or a pickle of this object is one of the plain dictionary, because the
+        # module's register_parameter writes to the plain dictionary.
         return itemgetter(0), ([self._arrived()],)
 
     def __getitem__(self, name: str) -> Any:
@@ -203,8 +216,8 @@ def copy_to(
     Args:
         devices: the destinations, each given once.
         tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
-        arrivals: the object that gets the events that mark the end of each copy. The caller has to
-            wait for them. If None, the current streams wait for all copies.
+        arrivals: if given, the end of each copy is recorded in it as an event, and the caller has
+            to wait for these events. If None, the current streams wait for all copies.
     """
     are_cuda, is_recorded = all(map(is_cuda, devices)), torch.is_grad_enabled()
     copies = {device: list(tensors) for device in devices}
@@ -228,12 +241,13 @@ def copy_to(
 def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) -> None:
     """Copy tensors between CUDA devices in buckets, and store the results in ``copies``.
 
-    The copies of the tensors of one bucket share the storage of one tensor on each device.
+    A bucket is a group of tensors that are copied in one piece. On each device, the copies of the
+    tensors of a bucket share one storage.
 
     Args:
         tensors: the tensors to copy, by their positions in the lists of ``copies``.
         copies: a list of tensors for each destination, in which the copies are stored.
-        arrivals: the object that gets the events that mark the end of each copy.
+        arrivals: the end of each copy is recorded in this object as an event.
     """
     buckets = fill_buckets(tensors, of_gradients=False)
     pieces = []  # uninitialized tensors, whose memory belongs to the current streams
@@ -274,13 +288,13 @@ def bring_to(
 
     Between CUDA devices, gradients are copied on a separate stream, so that computation on other
     streams continues. (Before torch 2.8, they are copied on the current stream of ``device``.)
-    Dense gradients are flattened and copied in one piece, unless the copies are recorded for
-    gradients of higher order. The current stream of the source device waits for the copies.
+    Dense gradients are flattened and copied in one piece, unless autograd records the copies to
+    compute gradients of higher order. The current stream of the source device waits for the copies.
 
     Args:
         device: the destination.
-        gradients: the gradient of each tensor of a bucket, all on one device. A gradient may be
-            None, and then None is returned in its place.
+        gradients: the gradients of a group of tensors, all on one device. A gradient may be None,
+            and then None is returned in its place.
     """
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
@@ -323,11 +337,15 @@ class Receive(torch.autograd.Function):
     """Return aliases of parameters; in backward, pass on the gradients of the aliases.
 
     The parameters are the originals of a bucket (a group of tensors that are copied together) on a
-    CUDA device, their home. Autograd adds up the gradients from other devices on the stream of this
-    node. Besides the aliases, this node returns an empty tensor, the token. The token is an input
-    of the ``Broadcast`` nodes of the bucket whose gradients are sent next. So the backward of this
-    node runs only after all devices have sent the next bucket, too. By then the gradients of this
-    bucket have usually arrived. The stream that computes on the home then adds them to the
+    CUDA device, their home. The aliases are inputs of the ``Broadcast`` nodes of all other devices.
+    So autograd adds up the gradients from these devices before it runs the backward of this node.
+    It adds them up on the CUDA stream that was current when this node was made.
+
+    Besides the aliases, this node returns an empty tensor, the token. In backward, the gradients of
+    the last bucket are sent to the home first, then those of the bucket before it. The token is an
+    input of the ``Broadcast`` nodes of the bucket before this one. So the backward of this node
+    runs only after all devices have sent the gradients of that bucket, too. By then the gradients
+    of this bucket have usually arrived. The stream that computes on the home then adds them to the
     gradients that the home itself has computed, without waiting.
     """
 
@@ -360,7 +378,7 @@ class Broadcast(torch.autograd.Function):
         """Return ``copies``: one copy of each original, all on one device other than the home.
 
         The ``token``, an output of ``Receive``, is not read. It only determines when the backward
-        of ``Receive`` runs.
+        of that ``Receive`` runs.
         """
         ctx.home = originals[0].device
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient
@@ -374,6 +392,8 @@ class Broadcast(torch.autograd.Function):
 
 def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
     """Make copies of parameters differentiable, with one autograd node for each bucket and device.
+
+    A bucket is a group of parameters whose gradients are copied in one piece.
 
     Args:
         copies: the copies of all parameters on each device. The copies of parameters that require
@@ -395,10 +415,10 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
         # The backward of Receive runs even if its own bucket has no gradients. The hooks of its
         # parameters would then be called with None, so a parameter with hooks gets no Receive.
         if is_cuda(home) and not has_hooks(originals[0]):
-            # The first use of a parameter creates the node that accumulates its gradients. This
-            # node will run on the stream that is current now. So a first Receive is applied here,
-            # on the stream that computes. Its outputs are kept until a second Receive has been
-            # applied, whose node will run on the gradient stream of the home.
+            # The first use of a parameter creates the node that accumulates its gradients. That
+            # node runs on the stream that is current at its creation. So a first Receive is applied
+            # here, on the stream that computes. Its outputs are kept until a second Receive has
+            # been applied, whose node will run on the gradient stream of the home.
             first = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             with on_stream(side_stream(home, home)):
                 *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The loss of the whole batch, computed on each device from its own chunk."""
+"""Compute the loss of the whole batch from the losses that each device computes on its chunk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class BalancedCriterion(nn.Module):
     """A criterion that computes the loss of the whole batch without gathering the outputs.
 
     Call it with the ``PerDevice`` that a ``BalancedDataParallel`` with ``gather=False`` returns,
-    and with the targets of the whole batch. Each device computes the loss of its own chunk, so that
-    large outputs, such as the logits of a vocabulary, are never gathered on one device. The losses
-    of the devices are joined into one, like the losses that a ``BalancedDataParallel`` returns;
-    rows of losses are concatenated. The value and the gradients are those of the whole batch. If a
-    loss may differ from that of the whole batch, a warning names the loss.
+    and with the targets of the whole batch. Each device computes the loss of its own chunk of the
+    batch, so that large outputs, such as the logits of a vocabulary, are never gathered on one
+    device. The losses of the devices are joined into one, as a ``BalancedDataParallel`` joins the
+    losses that a model returns. Losses with a row for each sample are concatenated. The value and
+    the gradients are those of the whole batch. If a loss may differ from that of the whole batch, a
+    warning names the loss.
 
     If the outputs are not a ``PerDevice``, they are passed to ``criterion`` unchanged. So the same
     line of code works for a module that is not wrapped.
@@ -129,5 +130,5 @@ class _Function(nn.Module):
             self.register_buffer(name, options[name], persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with ``args``, ``kwargs`` and the keyword arguments of its partial."""
+        """Call the function with these arguments and those stored in its ``functools.partial``."""
         return self.function(*args, **{**self._options, **self._buffers, **kwargs})

@@ -1,12 +1,12 @@
 """``torch.nn.DataParallel`` with a smaller chunk of the batch for the first device.
 
-A call goes through the files of this folder in this order::
+A call of a ``BalancedDataParallel`` uses the files of this folder in this order::
 
     auto.py          split            batch size -> chunk sizes
     scatter.py       scatter          inputs -> the arguments for each device
     replicate.py     replicate        module -> a replica on each device
                      parallel_apply   replicas -> outputs, with one thread for each device
-    gather.py        gather           outputs -> one output; losses/ joins the losses in it
+    gather.py        gather           outputs -> one output; the folder losses/ joins losses
     per_device.py                     used instead of gather.py if ``gather=False``
 
 The backward pass goes through these steps in reverse. ``Concatenate.backward`` in gather.py sends
@@ -66,11 +66,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
       devices, or no samples at all.
     - ``device_ids`` may name devices of any type. It may name the same device twice, as in
       ``["cpu", "cpu"]``.
-    - If the size of a tensor along ``dim`` is not the batch size, an error is raised;
-      ``nn.DataParallel`` splits the tensor.
+    - If the size of an input tensor along ``dim`` is not the batch size, an error is raised;
+      ``nn.DataParallel`` splits such a tensor.
     - Outputs may contain dataclasses. They may also contain strings, numbers and other constants,
       if these are equal on all replicas.
-    - Worker threads have the caller's autocast dtype, inference mode and context variables.
+    - The threads that run the replicas have the caller's autocast dtype, inference mode and context
+      variables.
     - A replica's exception is raised unwrapped, with a note that names the replica.
     - If each replica returns a list with one entry for each sample, the lists are joined into one.
 
@@ -79,9 +80,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             first device runs the module only in calls without samples. None means no limit: the
             split is even, or in proportion to ``device_weights``. ``"auto"`` starts with the even
             split, reads the peak memory of the devices after each optimizer step, tries at most six
-            splits, and keeps the split with the lowest peak. If memory runs out, catch
-            ``torch.OutOfMemoryError`` and repeat the step. State dicts contain the split that
-            ``"auto"`` has found.
+            splits, and keeps the one with which the fullest device is least full. If memory runs
+            out, catch ``torch.OutOfMemoryError`` and repeat the step. State dicts contain the split
+            that ``"auto"`` has found.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread``, or with a single device, the constructor moves them to their devices.
         device_ids: the devices, as ints (indices of accelerators), strings or ``torch.device``.
@@ -98,10 +99,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             argument ``batch``. A path covers all entries of the input that it names. A positional
             argument has the name of its parameter in ``module.forward``.
         split: the inputs with one or more entries for each sample, by dotted paths as for
-            ``broadcast``. Each device gets the entries of its samples. A list, tuple or array has
-            one entry for each sample, such as ``"texts"``. A list, tuple, array or tensor may also
-            have several entries for each sample, such as ``"passages"``, if the entries of one
-            sample are next to each other.
+            ``broadcast``. Each device gets the entries of its samples. An input may be a list,
+            tuple or array with one entry for each sample, such as ``"texts"``. It may also be a
+            list, tuple, array or tensor with several entries for each sample, such as
+            ``"passages"``. The entries of one sample must be next to each other.
         scalar_outputs: how the 0-dim outputs of the replicas, such as losses, are joined.
 
             - ``"auto"`` computes the value of the whole batch if the output is a sum of means over
@@ -112,8 +113,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             - ``"stack"`` returns a vector with one entry for each replica, as ``nn.DataParallel``
               does.
 
-            With ``"auto"`` and ``"mean"``, integers and bools that differ between replicas are
-            added up, with a warning.
+            With ``"auto"`` and ``"mean"``, 0-dim integers and bools that differ between replicas
+            are added up, with a warning.
         loss_weight: a function that returns the weight of the 0-dim floating-point outputs that one
             replica computes from its chunk. The outputs are averaged over the replicas with these
             weights. Use it for means over anything other than samples, such as selected tokens.
@@ -148,17 +149,19 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     Warns:
         BalanceWarning: in the cases below. Each warning is issued once for each input or output
-            that it is about. If it was issued in a call without gradients, a warning about an
-            output may be repeated in a call with gradients.
+            that it is about. A warning about an output may be issued twice: in a call without
+            gradients, and again in a later call with gradients.
 
-            - ``gpu0_bsz`` is not below the even share of the first batch.
+            - ``gpu0_bsz`` is not below the first device's number of samples in an even split of the
+              first batch.
             - A 0-dim output may differ from its value for the whole batch, or the autograd graph
-              shows that samples of a chunk are computed from each other. The method ``check`` shows
-              how large the difference is.
+              shows that the output for a sample depends on other samples of its chunk. The method
+              ``check`` shows how large the difference is.
             - A list as long as the batch, or an object that holds tensors, is passed whole to each
               device.
-            - The inputs contain lists or arrays, but no input is split; or only the tensors in a
-              list are split, not the list.
+            - The inputs contain lists or arrays, but no input is split.
+            - All tensors that are split are in one list. If this list has one entry for each
+              sample, the list should be split instead.
             - An output does not have one row for each sample. Its rows are joined in the order of
               the devices.
 
@@ -268,8 +271,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module itself, not a replica of it, with the whole batch.
 
-        The module runs on the only device of ``device_ids``, or, if there is none, on its own
-        device.
+        The module runs on the only device of ``device_ids`` or, if ``device_ids`` is empty, on its
+        own device.
         """
         devices = self.devices
         [args], [keywords] = self.scatter(inputs, kwargs, devices)
@@ -297,7 +300,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: DeviceIds
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Split the arguments of a call over devices, in the same way as a call does.
+        """Split the arguments of the module over devices, in the same way as ``forward`` does.
 
         Args:
             inputs: the positional arguments for the whole batch.
@@ -329,8 +332,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> list[Any]:
         """Run each replica on its arguments, and return the output of each replica.
 
-        If this method is used outside ``forward``, the replicas run on the first devices of
-        ``device_ids``.
+        If this method is used outside ``forward``, the replicas run on the first
+        ``len(replicas)`` devices of ``device_ids``.
         """
         call = self._current_call or self._new_call(self.device_ids[: len(replicas)])
         pairs = list(zip(inputs, kwargs, strict=True))
@@ -362,7 +365,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices of ``device_ids``, in the same order. Without any, the module's device."""
+        """The devices of ``device_ids``, in the same order; if it is empty, the module's device."""
         here = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         return self._devices_of(self.device_ids) or [here]
 
@@ -379,8 +382,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         With ``"auto"``, this is the current value for the largest training batch so far, whose size
         may come from a loaded checkpoint. It is None before the first training batch. Reading the
-        attribute also checks whether memory has run out. The attribute may be set to any value that
-        the constructor accepts.
+        attribute also checks whether memory has run out, which may change the value. The attribute
+        may be set to any value that the constructor accepts.
         """
         return self._policy.gpu0_bsz
 
@@ -435,12 +438,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return compare(self, inputs, kwargs)
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Share one broadcast of the weights among all calls inside a ``with`` block.
+        """Context manager that copies the weights to other devices once for all calls inside it.
 
         Use it for loops that do not change the weights, such as evaluation and gradient
         accumulation. Step the optimizer after the block. Some changes of weights inside the block
-        do not reach the copies on other devices: writes through ``.data``, and writes of the module
-        to frozen weights.
+        do not reach the copies on other devices: writes through ``.data``, and writes that
+        ``module.forward`` makes to frozen weights.
 
         Raises:
             RuntimeError: on a call, if inside the block a parameter that requires grad was changed,

@@ -32,11 +32,12 @@ def balanced_data_parallel(
     Args:
         gpu0_bsz: the most samples of the batch that the first device gets; None means no limit.
         module: the module to evaluate; its parameters and buffers must be on ``device_ids[0]``.
-        inputs: a tuple of positional arguments, a single positional argument, or None for none.
+        inputs: a tuple of positional arguments, a single positional argument, or None if there are
+            no positional arguments.
         device_ids: the devices, as in ``BalancedDataParallel``.
         output_device: the device of the output, by default ``device_ids[0]``. It may be ``"cpu"``.
         dim: the batch dimension of the inputs and outputs.
-        module_kwargs: the keyword arguments of the module; None for none.
+        module_kwargs: the keyword arguments of the module, or None if there are none.
 
     Returns:
         The output of the module for the whole batch.

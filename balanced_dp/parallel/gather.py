@@ -1,4 +1,4 @@
-"""Join the outputs of the replicas on one device."""
+"""Join the outputs of all replicas into one output, on one device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Gather:
     """Join the outputs of the replicas into one output on one device. Differentiable.
 
     - Tensors are concatenated along the batch dimension if their shapes differ only in that
-      dimension, or if the size of that dimension is the same multiple of the chunk size on every
-      replica. Otherwise they are concatenated along the only dimension whose size is proportional
-      to the chunk size, as for the states of RNNs. Rows are in the order of the devices. A warning
-      is issued unless each sample has exactly one row.
+      dimension, or if the size of that dimension is the same multiple of the chunk size (the
+      replica's number of samples) on every replica. Otherwise they are concatenated along the only
+      dimension whose size is proportional to the chunk size, as for the states of RNNs. Rows are in
+      the order of the devices. A warning is issued unless each sample has exactly one row.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, this dimension is
       restored before the tensors are concatenated.
     - 0-dim tensors, and tensors with one entry for several samples, are joined into one value, or
@@ -88,7 +88,10 @@ class Gather:
         return nested.rebuild(first, values)
 
     def _are_entries(self, lists: Sequence[Any], path: str) -> bool:
-        """Return whether each list has one entry per sample, not items that hold all samples."""
+        """Return whether each list has one entry for each sample of its replica's chunk.
+
+        A list may instead have items that each hold all samples of the chunk.
+        """
         sizes = self.call.chunk_sizes
         are_lists = all(isinstance(o, list | tuple) and not hasattr(o, "_fields") for o in lists)
         if not are_lists or tuple(map(len, lists)) != sizes or len(sizes) < 2:

@@ -1,4 +1,4 @@
-"""Give each parameter a home: the device that keeps it, its gradient and its optimizer state."""
+"""Give each parameter a home: the device of the parameter, its gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
 
     Several successive submodules form a group, whose parameters go to the same device, since they
     are copied together and used soon after one another. The first group goes to the first device,
-    and each later group to the device that is then the least full. So the gradients of a backward
-    pass arrive at all devices at the same time, not at one device after another.
+    and each later group to the device that is then the least full, relative to its total memory. So
+    the gradients of a backward pass arrive at all devices at the same time, not at one device after
+    another.
 
     Args:
         module: the module. Before the call, it may be on the CPU, for example because it fits on no

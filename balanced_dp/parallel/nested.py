@@ -155,11 +155,13 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def replaced(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") -> Any:
-    """Return ``value`` with some leaves replaced. Containers are rebuilt, not changed in place.
+    """Return ``value`` with some leaves replaced by tensors.
+
+    A leaf is an object that is not a container. Containers are rebuilt, not changed in place.
 
     Args:
         value: the value, which may be nested containers.
-        tensors: by the dotted path of a leaf, the tensor to put in its place.
+        tensors: a dictionary that maps the dotted path of a leaf to the tensor that replaces it.
         path: the dotted path of the value.
     """
     children = items(value, path) if tensors else None

@@ -1,4 +1,4 @@
-"""Run each replica on its chunk, in one thread for each device."""
+"""Run each replica on its chunk of the batch, in one thread for each device."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def parallel_apply(
 
     try:
         threads = []
-        for device in others:  # each with its own context: two threads cannot enter the same one
+        for device in others:  # each with its own Context: two threads cannot enter the same one
             args, name = (work, device), f"replicas on {device}"
             run = contextvars.copy_context().run
             threads.append(threading.Thread(target=run, args=args, name=name, daemon=True))
@@ -94,7 +94,7 @@ def parallel_apply(
         return [results[index] for index in range(len(functions))]
     finally:
         if has_own_threads:
-            torch.set_num_threads(num_threads)  # also the default of new threads
+            torch.set_num_threads(num_threads)  # new threads use this number, too
         # An error's traceback refers to this frame, and this frame would refer to the error, so
         # only the garbage collector would free the replica's memory.
         errors.clear()
@@ -104,7 +104,7 @@ def parallel_apply(
 def _state_of_caller(
     devices: Sequence[torch.device],
 ) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
-    """Record torch's state of the calling thread, and return a function to restore it elsewhere.
+    """Record torch's state of this thread; return a function that restores it in another thread.
 
     The function takes a device and returns a context manager. Inside the context, the device is
     the current device, and the thread has the recorded state: grad mode, inference mode, autocast

@@ -22,22 +22,24 @@ _REMEDY = (
 
 
 class PerDevice(Scattered):
-    """The result of a call with ``gather=False``: one output for each device that had samples.
+    """The outputs of a ``BalancedDataParallel`` with ``gather=False``, one for each device.
 
-    A ``PerDevice`` is a sequence of these outputs. If the ``BalancedDataParallel`` has
-    ``scalar_outputs="auto"``, the losses in the outputs are already joined: the loss in each output
-    has the value of the whole batch. So call ``backward`` on the loss in only one of the outputs.
+    A ``PerDevice`` is a sequence of the outputs of those devices that had samples. If the
+    ``BalancedDataParallel`` has ``scalar_outputs="auto"``, the losses in the outputs are already
+    joined: the loss in each output has the value of the whole batch. So call ``backward`` on the
+    loss in only one of the outputs.
 
     Args:
         outputs: the output of each replica, on the device of the replica.
         call: the ``Call`` that computed the outputs. It holds the chunk sizes, and says how 0-dim
             outputs are joined.
-        output_device: the device on which ``gather`` and ``map`` join outputs and results.
+        output_device: the device on which ``gather`` joins the outputs, and ``map`` joins the
+            results of its function.
 
     Attributes:
         devices: the device of each output.
         chunk_sizes: how many samples each output has; None if the inputs were not split.
-        output_device: the device on which ``gather`` and ``map`` join outputs and results.
+        output_device: the argument ``output_device``.
         dim: the batch dimension of the outputs.
 
     Raises:
@@ -111,7 +113,7 @@ class PerDevice(Scattered):
                 of ``n`` samples, it returns 0-dim tensors, or tensors whose batch dimension has
                 size ``n``.
             *args: further positional arguments of the function, for the whole batch. Tensors are
-                split over the devices as the batch was.
+                split over the devices in the same chunk sizes as the batch.
             **kwargs: keyword arguments of the function, which are split in the same way.
             scalar_outputs: how 0-dim results are joined, as in ``BalancedDataParallel``:
                 ``"auto"``, ``"mean"``, ``"sum"`` or ``"stack"``.

@@ -40,16 +40,16 @@ In a replica, such a callable is replaced by one that refers to the copies of th
 _Member = tuple[int, str, str, Any]
 """A parameter, buffer or submodule, which is registered in a module.
 
-The tuple contains the index of that module, the entry of ``MEMBERS`` that is the dictionary of the
-registered object, its name in this dictionary, and the object itself.
+The tuple contains the index of that module, the name of the dictionary that holds the object (one
+of ``MEMBERS``), the object's name in this dictionary, and the object itself.
 """
 
 _Place = tuple[int, str, str, int]
-"""As ``_Member``, but with the position of the registered object in a list, not the object."""
+"""As ``_Member``, but with the position of the object in a list instead of the object itself."""
 
 
 class Blueprint:
-    """The information about a module that all replicas of this module are made from.
+    """The information about a module from which all its replicas are made.
 
     Args:
         network: the module to replicate.
@@ -60,8 +60,8 @@ class Blueprint:
             order of registration, so neighbors in the list are usually used soon after one another.
         parameters, buffers: the two parts of ``tensors``.
         places: where each tensor is registered: the index of the module, the name of the
-            dictionary, the name of the tensor there, and its position in ``tensors``. A tensor that
-            is registered several times has several entries.
+            dictionary, the tensor's name in this dictionary, and the tensor's position in
+            ``tensors``. A tensor that is registered several times has several entries.
         children: where each submodule is registered, as in ``places``, with its position in
             ``modules``.
         bound: the attributes and hooks that may refer to modules, such as bound methods. Each entry
@@ -104,9 +104,9 @@ class Blueprint:
         self._contents = self._take_contents()
 
     def _members(self, kind: str) -> list[_Member]:
-        """Return the objects that are registered in the dictionaries named ``kind``, in order.
+        """Return the objects that are registered in the dictionary ``kind`` of each module.
 
-        The order is that of the modules and, within a module, the order of registration.
+        They are in the order of the modules and, within a module, in the order of registration.
         """
         own = [(i, module.__dict__[kind].items()) for i, module in enumerate(self.modules)]
         return [(i, kind, name, v) for i, items in own for name, v in items if v is not None]
@@ -172,7 +172,7 @@ class Replica:
         self._resettable = [*self.attributes, *_registered(MEMBERS, self.attributes)]
         self._filled = list(filter(None, self._resettable))
         self._made_with = list(map(dict, self._filled))
-        """Copies of the dictionaries in ``_filled`` without tensors, as they are between calls."""
+        """Copies of the dictionaries in ``_filled``, as they are between calls: without tensors."""
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._arriving: list[dict[str, Any]] = []
         self._fingerprint = self._take_fingerprint()
@@ -182,8 +182,8 @@ class Replica:
 
         A bound method in the dictionary of its own module makes a reference cycle, so only the
         garbage collector would free the replica. Therefore ``__del__`` replaces each such method by
-        a function that is bound only when it is called. This function is for code that still holds
-        a module of the replica.
+        a function that is bound only when it is called. Code that still holds a module of the
+        replica may call this function.
         """
         bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)

@@ -115,18 +115,18 @@ def _buffers_of_replicas(
 
 
 class Replicas(list[ModuleT]):
-    """A list of the replicas of one call.
+    """A list of the replicas that one call of a model uses.
 
     The first replica uses the module's own parameters and buffers if they are on the device of this
     replica. It has copies of all other parameters and buffers. What the forward pass writes to
-    these copies is copied to the module at the end of ``running``. To find it, the state of the
-    copies before the call is stored.
+    these copies is copied to the module at the end of ``running``. To find out which copies have
+    been written to, their state before the call is stored.
 
     Args:
         blueprint: the ``Blueprint`` of the module.
-        waiting: the idle replicas of earlier calls. They are taken from this list for this call, as
-            far as there are enough. After the call, all of its replicas that may be reused are
-            added to the list.
+        waiting: the idle replicas of earlier calls. The replicas of this call are taken from this
+            list; if it has too few, new ones are made. After the call, its replicas are added to
+            the list if they may be reused.
         tensors: the parameters and buffers of each replica, in the order of ``Blueprint.tensors``.
         arrivals: the events that mark the end of the copies of parameters, some of which may still
             be incomplete.
@@ -171,7 +171,10 @@ class Replicas(list[ModuleT]):
         self._replicas.clear()
 
     def wait(self) -> None:
-        """Let the streams that were current when the replicas were made wait for all copies."""
+        """Let the streams that run the replicas wait for all copies of parameters.
+
+        These are the streams that were current when the copies were made.
+        """
         self._arrivals.wait()
         for replica in self._replicas:
             replica.stop_waiting()

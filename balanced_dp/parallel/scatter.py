@@ -29,7 +29,7 @@ The second sequence is empty if nothing is split.
 class Scattered(Sequence[Any]):
     """A sequence with one entry for each device, such as a ``PerDevice``.
 
-    If a ``Scattered`` is an argument of a call, it is not split. Each device gets its entry.
+    If a ``Scattered`` is an argument of a call, it is not split. Each device gets its own entry.
 
     Attributes:
         devices: the device of each entry.
@@ -76,18 +76,19 @@ class Inputs:
     def batch_size(self) -> int | None:
         """Return the number of samples of the whole batch, or None if nothing is split.
 
-        The number is the size along ``dim`` of the first tensor that is split. Tensors named in
-        ``split`` are used only if no other tensor is split. If no tensor is split at all, the
-        number is that of the samples in the first ``Scattered``. If there is no ``Scattered``
-        either, the number is the length of the first sequence named in ``split``.
+        The number is the size along ``dim`` of the first tensor that is split and is not named in
+        ``split``. If there is no such tensor, it is the size of the first tensor named in
+        ``split``. If no tensor is split at all, it is the number of samples in the first
+        ``Scattered``, or else the length of the first sequence named in ``split``.
 
         Raises:
             ScatterError: the first tensor that is split has no dimension ``dim``, or an input has a
                 type that cannot be split.
 
         Warns:
-            BalanceWarning: the inputs contain lists or arrays, but nothing is split; or only the
-                tensors in a list are split, although the list may have one entry for each sample.
+            BalanceWarning: the inputs contain lists or arrays, but nothing is split; or all tensors
+                that are split are in one list, which should be split instead if it has one entry
+                for each sample.
         """
         named = self._named()
         found = list(self._all_to_split(named))
@@ -147,8 +148,8 @@ class Inputs:
     def _first(self, found: Named) -> tuple[str, Any]:
         """Return the dotted path and the value of the input that determines the batch size.
 
-        This is the first tensor, if there is one. A tensor named in ``split`` is used only if there
-        is no other tensor, because it may have several rows for each sample.
+        This is the first tensor, if there is one. A tensor named in ``split`` may have several rows
+        for each sample, so it is chosen only if there is no other tensor.
         """
 
         def rank(one: tuple[str, Any]) -> tuple[bool, bool]:
@@ -269,7 +270,7 @@ class Inputs:
 
 
 def _sequences(inputs: Named) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of the outermost lists, tuples and arrays of several entries."""
+    """Yield the path and value of each outermost list, tuple or array with several entries."""
     for path, value in inputs:
         if _length(value) not in (None, 0, 1):
             yield path, value

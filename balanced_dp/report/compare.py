@@ -1,4 +1,4 @@
-"""Compare the best options of two reports."""
+"""Compare the best options (measured ways to train a batch) of two reports."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ METRICS: dict[str, Callable[[Report], float]] = {
     "max_batch": lambda report: report.largest_batch(report.best).batch_size,
     "speed": lambda report: speed(report.best, report),
 }
-"""The functions that compute the metrics of a report's best option, by name of the metric.
+"""A dict from the name of each metric to the function that computes it for a report's best option.
 
 - ``peak``: the highest peak of any device, in bytes.
-- ``max_batch``: the largest batch that fits.
+- ``max_batch``: the number of samples in the largest batch that fits.
 - ``speed``: the number of samples per second. On emulated devices, the most samples on any device
   with the even split, divided by the most samples on any device with the option.
 """
@@ -49,6 +49,8 @@ class Comparison:
 
 def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Comparison, ...]:
     """Compare the best options of two reports, metric by metric.
+
+    An option is a measured way to train a batch. The metrics are the keys of ``METRICS``.
 
     Args:
         before: the first report.

@@ -75,9 +75,9 @@ def load_report(path: str | Path) -> Report:
 
 
 def _printable(value: Any) -> Any:
-    """Return parsed JSON in which U+FFFD replaces the control characters of strings.
+    """Return parsed JSON with U+FFFD in place of each unprintable character of its strings.
 
-    Otherwise a terminal could interpret these characters.
+    Newlines are kept. A terminal could interpret other unprintable characters.
     """
     if isinstance(value, str):
         return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in value)

@@ -41,7 +41,7 @@ On a phone, a plot is 360 pixels wide, which is 1.04 pixels for each point.
 
 
 def report_plots(report: Report) -> dict[str, str]:
-    """Return the plots of a report as SVG, by the heading of the plot.
+    """Return a dict from the heading of each plot of a report to the plot as SVG.
 
     Black parts of the plots get the colour of the page's text.
     """
@@ -83,9 +83,10 @@ def draw_peaks(axes: Axes, report: Report) -> None:
 def draw_uses(axes: Axes, report: Report) -> None:
     """Draw what fills each device at its peak, for the best option and for another option.
 
-    The other option has the batch size of the best option. It is the even split or, if the even
-    split is the best option or ran out of memory, the next option in the ranking. If there is no
-    such option, only the best option is drawn.
+    An option is a measured way to train a batch. The other option has the batch size of the best
+    option. It is the even split. If the even split is the best option, ran out of memory or was not
+    measured, it is the next option in the ranking. If there is no such option, only the best option
+    is drawn.
     """
     best, even = report.best, report.even
     ran = {even.line: even} if even is not None and not even.out_of_memory else {}

@@ -1,4 +1,4 @@
-"""Turn a report into sentences, code and tables, for the terminal, Markdown and HTML."""
+"""Turn a report into sentences, code and tables, to show on a terminal, in Markdown or in HTML."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Part: TypeAlias = str | Code | TextTable
 """A part of the text of a report: sentences, lines of code, or a table."""
 
 _FIRST = {"speed": "fastest first", "headroom": "least full first", "batch": "largest batch first"}
-"""A description of the order in which options are listed, by the goal of the report."""
+"""A dict from the goal of a report to a description of the order in which options are listed."""
 
 
 def answer(report: Report) -> Iterator[Part]:
@@ -97,7 +97,11 @@ def _fullest(option: Option, report: Report) -> str:
 
 
 def option_table(report: Report) -> TextTable:
-    """Return a table of the ranked options, the best first. There must be at least one option."""
+    """Return a table of the ranked options of a report, the best option first.
+
+    An option is a measured way to train a batch. The report must have at least one option that fits
+    in memory.
+    """
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
         index, held = bottleneck(option, report.budgets)
@@ -123,7 +127,7 @@ def option_table(report: Report) -> TextTable:
 
 
 def lines(report: Report) -> str:
-    """Return the lines of code that a training script needs for each of the ranked options."""
+    """Return the code that a training script needs for each ranked option (way to train)."""
     texts = [f"# {place}" for place in report.wrapped_at]
     names = "BalancedCriterion, BalancedDataParallel"
     texts += [f"from balanced_dp import {names}"] * (not report.is_script)
@@ -137,7 +141,7 @@ def lines(report: Report) -> str:
         if report.wrapped_at and option.features:
             texts.append("from balanced_dp import BalancedDataParallel")
         texts += report.assignments(option)
-        if not option.gather and not report.is_script:  # a script with gather=False has one
+        if not option.gather and not report.is_script:  # a script with gather=False has this line
             texts.append("criterion = BalancedCriterion(criterion)")
     return "\n".join(texts)
 
@@ -166,9 +170,10 @@ def summary(report: Report) -> Iterator[str]:
 
 
 def short_split(chunk_sizes: Sequence[int]) -> str:
-    """Return the chunk sizes as text, such as ``"5 9 9 9"``.
+    """Return the chunk size of each device as text, such as ``"5 9 9 9"``.
 
-    If the text is long, equal neighbours are joined, as in ``"2, 7x10"``.
+    If the text is long, equal neighbours are joined. For example, ``"2, 7x10"`` means 2 samples on
+    device 0 and 10 samples on each of the 7 other devices.
     """
     text = " ".join(map(str, chunk_sizes))
     if len(text) <= 14:
@@ -178,14 +183,17 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
 
 
 def device_table(report: Report) -> TextTable:
-    """Return a table of what each device holds with the best option, and with the even split."""
+    """Return a table of what each device holds with the best option of a report.
+
+    The table also has the peak of each device with the even split.
+    """
     best, even = report.best, report.even_like(report.best)
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
     devices = "accelerators" if report.mode == "real" else "emulated devices"
     caption = f"Measured on {devices}{', shapes only' * (report.mode == 'symbolic')}; {precision}."
     if report.reserve_bytes:
         caption += f" {format_bytes(report.reserve_bytes)} of each is kept free for CUDA's context."
-        # Without this setting, fragmentation in torch's allocator can take as much memory again.
+        # Without this setting, fragmentation in torch's allocator can take as much as the reserve.
         caption += " Train with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     return use_table(best, report.budgets if report.has_capacity else None, even, caption)
 
@@ -198,10 +206,10 @@ def use_table(
     Adjacent devices with equal values share a column.
 
     Args:
-        option: the option whose memory is shown.
+        option: the option (a measured way to train a batch) whose memory is shown.
         budgets: the bytes that each device may hold. None means not to show how full devices are.
-        even: the option with the even split, to show its peaks, too. They are not shown if it ran
-            out of memory or its split is that of ``option``.
+        even: the option with the even split, whose peaks are also shown. They are not shown if the
+            even split ran out of memory, or if it is the split of ``option``.
         caption: the text below the table.
     """
     scale, unit = byte_scale(max(option.peak_bytes))

@@ -1,1 +1,4 @@
-"""Measure training steps of a workload, choose its split, and report all that was measured."""
+"""Measure training steps with several splits of the batch, and report which split is best.
+
+A split is the chunk size (the number of samples) of each device.
+"""

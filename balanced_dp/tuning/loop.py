@@ -1,4 +1,7 @@
-"""Measure the iterations of a user's training loop, and search for the best split."""
+"""Measure each iteration of a user's training loop, and search for the best split of its batches.
+
+A split is the chunk size (the number of samples) of each device.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ from ..split import split_batch
 from .options import Option, arguments_of
 
 _MANY = 10
-"""How many steps the first optimizer may take while an iteration waits for other optimizers.
+"""The number of steps of the first optimizer for which an iteration waits for other optimizers.
 
-The iteration ends with the next step of the first optimizer. See ``Loop``.
+The first optimizer is the one that stepped first in the training loop. If the other optimizers have
+not stepped by then, the iteration ends with the next step of the first optimizer. See ``Loop``.
 """
 
 
@@ -37,24 +41,25 @@ class StepsDone(SystemExit):
 
 
 class Loop(AutoSplit):
-    """Measures the iterations of a training loop, and splits the batches of its models.
+    """Measures each iteration of a training loop, and splits the batches of the loop's models.
 
     The script that contains the loop needs no changes. An iteration begins with a forward pass in
     which gradients are enabled. An iteration ends with a step of the first optimizer, which is the
     optimizer that stepped first in the loop. If other optimizers stepped in the previous iteration,
-    the iteration does not end before all of them have stepped again. So an iteration of a GAN may
-    contain several steps of its discriminator. The first iteration of the loop counts only if no
-    other iteration follows, because it begins without optimizer state. Models and optimizers are
-    referenced weakly. If the first optimizer is deleted, the next optimizer that steps takes its
-    place.
+    the iteration does not end before all of them have stepped again, unless the first optimizer has
+    taken more than 10 steps. So an iteration of a GAN may contain several steps of its
+    discriminator. The measurement of the first iteration of the loop is used only if no other
+    iteration follows, because the first iteration begins without optimizer state. Models and
+    optimizers are referenced weakly. If the first optimizer is deleted, the next optimizer that
+    steps takes its place.
 
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
             the most samples that device 0 gets. On emulated devices, ``"auto"`` uses the even split
-            until that split is measured. On emulated devices, an integer takes turns with the even
-            split, because the memory that a script holds may change while the script runs. The
-            turns have 2, 3, 4, ... iterations. So if the script does something in every n-th
-            iteration, it happens with both splits.
+            until that split is measured. On emulated devices, if it is an integer, the loop uses
+            this ``gpu0_bsz`` and the even split in turn, because the memory that a script holds may
+            change while the script runs. The turns have 2, 3, 4, ... iterations. So something that
+            the script does in every n-th iteration happens with both splits.
         devices: the devices of the loop.
         budgets: the number of bytes that may be used on each device; None means no limit.
         num_steps: the number of iterations after which the next forward pass with gradients raises
@@ -91,8 +96,8 @@ class Loop(AutoSplit):
         """The ``id`` of each optimizer that has stepped in the loop so far.
 
         An optimizer is added at the end of the iteration in which it first stepped. The first
-        optimizer is added at its first step. If another optimizer becomes the first one, the set
-        begins anew with it.
+        optimizer is added at its first step. If the first optimizer is deleted and another
+        optimizer takes its place, the set is reset to contain only the other optimizer.
         """
         self._begin_search()
 
@@ -103,16 +108,18 @@ class Loop(AutoSplit):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle this object as a ``SplitPolicy`` with the current ``gpu0_bsz``.
 
-        So a model that is saved contains the ``SplitPolicy``, not the loop.
+        A ``SplitPolicy`` is a fixed rule that splits each batch. So a model that is saved contains
+        this rule, not the measurements of the loop.
         """
         return SplitPolicy, (self.gpu0_bsz, self.devices)
 
     def _begin_search(self) -> None:
         self._ranges: dict[tuple[Any, ...], tuple[int, int]] = {}
-        """The lowest and the highest peak of the iterations of each kind.
+        """A dict from each kind of iteration to the lowest and the highest peak of its iterations.
 
-        The key is the chunk sizes, and whether gradients were added to existing gradients. The peak
-        of an iteration is the highest peak of any device, in bytes.
+        Iterations are of the same kind if they have the same chunk sizes, and if in both or in
+        neither gradients were added to existing gradients. The peak of an iteration is the highest
+        peak of any device, in bytes.
         """
         self.search = LoopSearch(
             self.budgets or [1] * len(self.devices),
@@ -122,7 +129,11 @@ class Loop(AutoSplit):
 
     @property
     def options(self) -> list[Option]:
-        """The measurement of each split that was tried with the largest batch so far."""
+        """The measurement of each split that was tried with the largest batch so far.
+
+        A split is the chunk size (the number of samples) of each device. If a split was measured
+        more than once, it is the measurement with the highest peak.
+        """
         return [option for _, option in self.search.highest.values()]
 
     @property
@@ -139,10 +150,10 @@ class Loop(AutoSplit):
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
         """Let this object split the batches of ``model``, if ``model`` has the loop's devices.
 
-        The devices of the first model, in its order, become the devices of the loop. A later model
-        on only some of the loop's devices, or on all of them in another order, splits its batches
-        evenly. A model is left unchanged if it is on a single device, or on a device that is not
-        the loop's, or on the same device twice.
+        The devices of the first model become the devices of the loop, in the order in which the
+        model has them. A later model on only some of the loop's devices, or on all of them in
+        another order, splits its batches evenly. A model is left unchanged if it is on a single
+        device, or on a device that is not the loop's, or on the same device twice.
         """
         if not 1 < len(model.devices) == len(set(self.devices).intersection(model.devices)):
             return

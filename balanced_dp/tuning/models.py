@@ -1,4 +1,8 @@
-"""Define the transformers that the built-in workloads train, without reference to devices."""
+"""Define the transformers that the built-in workloads train.
+
+A workload is a model with its batches, its loss and its optimizer. The transformers do not refer to
+any device.
+"""
 
 from __future__ import annotations
 

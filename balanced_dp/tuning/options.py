@@ -1,4 +1,4 @@
-"""Define ``Option``, a measured way to train a batch, and rank the options that fit."""
+"""Define ``Option``, a measured way to train a batch, and rank the options that fit in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..search import Split, utilizations
 from ..split import EQUAL, even_share, split_batch
 
 Goal = Literal["speed", "headroom", "batch"]
-"""What makes an option the best.
+"""What makes an option (a measured way to train a batch) the best option.
 
 - ``"speed"``: its largest chunk (the most samples on any device) is the smallest.
 - ``"headroom"``: its fullest device is the least full.
@@ -45,8 +45,9 @@ class Option:
         chunk_sizes: the number of samples of each device.
         peak_bytes: the maximum of the allocated bytes of each device during the step. If memory ran
             out, the maximum up to the failure.
-        uses: for each device, the bytes of each use (such as ``"activation"``) at the device's
-            peak, as in ``memory_breakdown``. Each dictionary is empty if memory ran out.
+        uses: for each device, a dict from each use of memory (such as ``"activation"``) to its
+            bytes at the device's peak, as in ``memory_breakdown``. Each dict is empty if memory
+            ran out.
         seconds: the wall time of the step, which means nothing on emulated devices.
         out_of_memory: the message of the out-of-memory error; None if memory did not run out.
         ran_out: the index of the device that ran out of memory; None if memory did not run out.
@@ -70,7 +71,7 @@ class Option:
 
     @property
     def speed(self) -> float:
-        """The relative speed: 1 for the even split, and less if a device gets more samples.
+        """The relative speed: 1 for the even split, less if a device gets more than its even share.
 
         It is the largest chunk (the most samples on any device) of the even split, divided by the
         largest chunk of this option. All devices wait for the device with the largest chunk.
@@ -134,14 +135,17 @@ class Option:
 
 
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
-    """Return the option with the largest batch that fits and no features that ``option`` lacks.
+    """Return the option that fits, has only features of ``option``, and has the largest batch.
 
-    The features are those of ``Option.features``. If ``option`` has an uneven split, the result may
+    An option is a measured way to train a batch. Its features (an uneven split, the loss on each
+    device, parameters spread over all devices) are listed by ``Option.features``. Each feature of
+    the result is also a feature of ``option``. If ``option`` has an uneven split, the result may
     have another ``gpu0_bsz`` or the even split. The result has ``device_weights`` only if
     ``option`` has them.
 
     Args:
-        option: the option that limits the features. It is returned if no other option qualifies.
+        option: the option that limits the features. It is returned if none of ``options``
+            qualifies.
         options: the options to choose from.
         budgets: the bytes that each device may hold.
     """
@@ -155,15 +159,18 @@ def ranked(
 ) -> list[Option]:
     """Return the options that fit in memory, the best first, without inferior options.
 
-    The options that fit are divided into groups: options of a group differ only in ``gpu0_bsz``, or
-    only in ``device_weights``. From each group, two options with ``batch_size`` samples are
-    considered. One has the most samples on device 0; among values of ``gpu0_bsz``, it is the
-    fastest. The other is the least full. For the goal ``"batch"``, the option with the largest
-    batch is considered instead, and the even split has a group of its own.
+    An option is a measured way to train a batch. The options that fit are divided into groups:
+    options of the same batch size in a group differ only in ``gpu0_bsz``, or only in
+    ``device_weights``. From each group, two options with ``batch_size`` samples are considered. The
+    first is the option with the most samples on device 0. If the group's options differ only in
+    ``gpu0_bsz``, this is the fastest option. The second is the option whose fullest device is the
+    least full. For the goal ``"batch"``, only the option with the largest batch in each group is
+    considered, and the even split has a group of its own.
 
-    Of the considered options, an option is left out if a better one has no additional features and
-    is at least as good in three respects: speed, utilization of the fullest device (compared to one
-    percent) and largest batch. For the goal ``"batch"``, utilization is not compared.
+    A considered option is inferior, and left out, if an option that is ranked before it has no
+    additional features and is at least as good in three respects. These are the speed, the
+    utilization of the fullest device (rounded to about one percent), and the largest batch that
+    fits. For the goal ``"batch"``, the utilization is not compared.
 
     Args:
         options: the measured options.
@@ -183,7 +190,7 @@ def ranked(
             candidates.append(max(of_kind, key=lambda option: option.batch_size))
             continue
         least = min(option.utilization(budgets) for option in of_kind)
-        for limit in (1.0, least * (1 + EQUAL)):  # the fastest, and the least full
+        for limit in (1.0, least * (1 + EQUAL)):  # the fastest option, and the least full
             below = (option for option in of_kind if option.utilization(budgets) <= limit)
             found = max(below, key=lambda option: option.chunk_sizes[0])
             candidates += [found] * (found not in candidates)
@@ -191,8 +198,8 @@ def ranked(
     def merits(option: Option) -> dict[Goal, float]:
         return {
             "speed": -round(option.speed, 2),
-            # Compared to one percent. For the goal "batch" it does not count, because each option
-            # is full at its largest batch.
+            # Rounded to about one percent. For the goal "batch", the utilization does not count,
+            # because each option is full at its largest batch.
             "headroom": round(math.log(option.utilization(budgets)), 2) * (goal != "batch"),
             "batch": -largest_batch(option, options, budgets).batch_size,
         }

@@ -1,4 +1,4 @@
-"""Define ``Report``: the measured options of a workload or script, and which option is best."""
+"""Define ``Report``: the measured ways to train a workload or script, and which one is best."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..split import as_integer
 from .options import Goal, Option, largest_batch, ranked
 
 SCHEMA = 5
-"""The version of the fields of ``Report``, which a report's file contains."""
+"""The version number of the fields of ``Report``, which is stored in the file of a report."""
 
 RESERVE = 2**30
 """Bytes of each device to keep free by default, for the CUDA context and libraries' workspaces.
@@ -37,10 +37,10 @@ Mode = Literal["symbolic", "emulated", "real"]
 
 
 def mode_of(device: torch.device) -> Mode:
-    """Return how ``device`` is measured, as a name.
+    """Return a name for how ``device`` is measured: symbolic, emulated or real.
 
-    ``"symbolic"`` is an emulated device that keeps shapes only, ``"emulated"`` an emulated device
-    that computes values, and ``"real"`` an accelerator.
+    ``"symbolic"`` is an emulated device that keeps the shapes of tensors but no values,
+    ``"emulated"`` is an emulated device that computes values, and ``"real"`` is an accelerator.
     """
     if is_symbolic(device):
         return "symbolic"
@@ -131,17 +131,17 @@ class Report:
         schema: the version of the fields of this class.
         provenance: when, where and how the options were measured.
         workload: the name of the workload or the script.
-        mode: how the devices were measured. ``"symbolic"`` means emulated with shapes only,
-            ``"emulated"`` means emulated with values, and ``"real"`` means accelerators.
+        mode: how the devices were measured. ``"symbolic"`` means emulated with the shapes of
+            tensors but no values, ``"emulated"`` means emulated with values, and ``"real"`` means
+            accelerators.
         num_parameters: the number of elements of all trained parameters. In the report of a script,
             these are the parameters of its first optimizer.
         precision: the dtype of autocast as text; None without autocast.
         batch_size: the number of samples in the requested batch. In the report of a script, the
             number of samples in its largest batch.
         capacity_bytes: the capacity of each device.
-        has_capacity: whether ``capacity_bytes`` are capacities of devices. Otherwise no capacities
-            were given, and each entry is the highest peak of the even split, rounded up to whole
-            MiB.
+        has_capacity: whether ``capacity_bytes`` were given by the user or reported by accelerators.
+            Otherwise each entry is the highest peak of the even split, rounded up to whole MiB.
         reserve_bytes: the bytes of each device to keep free for CUDA's context and for workspaces
             of libraries, which the measured peaks do not include.
         goal: how the options are ranked: ``"speed"``, ``"headroom"`` or ``"batch"``, as in
@@ -181,7 +181,7 @@ class Report:
         goal: Goal | None,
         **others: Any,
     ) -> Report:
-        """Return a report of ``options`` that this process has measured on ``devices``.
+        """Return a report of the ``options`` that this process has measured on ``devices``.
 
         Args:
             devices: the devices on which the options were measured.
@@ -233,9 +233,9 @@ class Report:
     def best(self) -> Option:
         """The best option by ``goal``; if no option fits, the option that is closest to fitting.
 
-        The closest option is the one whose fullest device is the least full, of the options for
-        ``batch_size`` samples that did not run out of memory. If all of these ran out of memory, it
-        is one of those.
+        The option that is closest to fitting is chosen among the options for ``batch_size``
+        samples. Of the options that did not run out of memory, it is the option whose fullest
+        device is the least full. If all options ran out of memory, it is one of these options.
         """
         of_batch = (option for option in self.options if option.batch_size == self.batch_size)
 
@@ -247,17 +247,18 @@ class Report:
 
     @property
     def even(self) -> Option | None:
-        """The option with the even split, and with ``gather`` and ``spread`` of the first option.
+        """The option with the even split and the ``gather`` and ``spread`` of the first option.
 
-        The batch size is that of the first option, too. None if this option was not measured.
+        Its batch size is also that of the first measured option. None if no such option was
+        measured.
         """
         return self.even_like(self.options[0])
 
     def even_like(self, option: Option) -> Option | None:
         """Return the option with the even split that is otherwise like ``option``.
 
-        Its batch size, ``gather`` and ``spread`` are those of ``option``. Return None if this
-        option was not measured.
+        Its batch size, ``gather`` and ``spread`` are those of ``option``. Return None if no such
+        option was measured.
         """
         same = (o for o in self.options if o.is_even and o.batch_size == option.batch_size)
         return next((o for o in same if o.kind == option.kind), None)
@@ -278,10 +279,11 @@ class Report:
     def assignments(self, option: Option) -> list[str]:
         """Return the lines of code that wrap the models of a script for ``option``.
 
-        Each line is a copy of a line of the script with another ``gpu0_bsz``. So arguments such as
-        ``dim`` and ``device_ids``, and calls such as ``.to(device)``, stay as they are. If no line
-        of the script is known, the result is a line with an unchanged ``Trainer`` if the script
-        uses one, otherwise ``model = ...``.
+        Each line is a copy of a line of the script in which only the name of the wrapping class
+        and its ``gpu0_bsz`` are replaced. So arguments such as ``dim`` and ``device_ids``, and
+        calls such as ``.to(device)``, stay as they are. If no line of the script is known, the
+        result is a line with an unchanged ``Trainer`` if the script uses one, otherwise
+        ``model = ...``.
         """
         sources = (place.partition(": ")[2] for place in self.wrapped_at)
         lines = [line for s in sources if (line := _with_gpu0_bsz(s, option.gpu0_bsz))]
@@ -289,9 +291,11 @@ class Report:
         return lines or trainer or [f"model = {option.line}"]
 
     def largest_batch(self, option: Option) -> Option:
-        """Return the option with the largest batch that fits and no features that ``option`` lacks.
+        """Return the option that fits, has only features of ``option``, and has the largest batch.
 
-        The result may have another split. Return ``option`` if there is no such option.
+        Each feature of the result (an uneven split, the loss on each device, parameters spread over
+        all devices) is also a feature of ``option``. The result may have another split. Return
+        ``option`` if no measured option qualifies.
         """
         return largest_batch(option, self.options, self.budgets)
 
@@ -328,7 +332,7 @@ class Report:
 
 
 def checked_reserve(reserve: int | None, capacities: Sequence[int] | None) -> int:
-    """Return the bytes of each device to keep free, and check that each capacity is larger.
+    """Return the number of bytes to keep free on each device; check that each capacity is larger.
 
     Args:
         reserve: the bytes to keep free; None means ``RESERVE``, or 0 if ``capacities`` is None.
@@ -351,7 +355,12 @@ def checked_reserve(reserve: int | None, capacities: Sequence[int] | None) -> in
 
 
 def bottleneck(option: Option, budgets: Sequence[int]) -> tuple[int, int]:
-    """Return the index of the device that is the fullest relative to its budget, and its peak."""
+    """Return the index and the peak bytes of the device that is the fullest relative to its budget.
+
+    Args:
+        option: the option whose peaks are compared.
+        budgets: the bytes that each device may hold.
+    """
     full = utilizations(option.peak_bytes, budgets)
     index = full.index(max(full))
     return index, option.peak_bytes[index]

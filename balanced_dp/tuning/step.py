@@ -1,4 +1,7 @@
-"""Train a workload for a few steps, and measure the memory of each device."""
+"""Train a workload for a few steps, and measure the memory of each device.
+
+A workload is a model with its batches, its loss and its optimizer.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,12 @@ def measure_step(
 
 
 class StepMeter:
-    """Measure training steps with several splits of the batch, one model and one optimizer.
+    """Measure training steps of one model and one optimizer with several splits of the batch.
 
-    This is a context manager. At the end of the ``with`` block, the model and the optimizer are
-    freed. Inside the ``with`` block, Python's garbage collector runs only between measurements. So
-    it affects all measurements alike, and costs little time.
+    A split is the number of samples of each device. This class is a context manager. At the end of
+    the ``with`` block, the model and the optimizer are freed. Inside the ``with`` block, Python's
+    garbage collector runs only between measurements. So garbage collection affects all measurements
+    alike, and costs little time.
 
     Args:
         workload: the workload to train. A new model is created for it.
@@ -90,7 +94,7 @@ class StepMeter:
 
     @property
     def smallest_chunk(self) -> int:
-        """The fewest samples on which a replica can train, such as 2 with batch norm."""
+        """The fewest samples that a model's replica can train on, such as 2 with batch norm."""
         return smallest_chunk(self._trained[0])
 
     @property

@@ -1,4 +1,8 @@
-"""Measure training steps of a workload, search for its best split, and return a report."""
+"""Measure training steps of a workload with several splits of the batch, and return a report.
+
+A workload is a model with its batches, its loss and its optimizer. A split is the number of samples
+of each device.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,13 @@ from .workload_search import WorkloadSearch, fill_alike
 _LARGEST_BATCH = 2**16
 """The upper limit of the batch size in the search for the largest batch that fits.
 
-Batches are created on the CPU even if devices keep only shapes.
+Batches are created on the CPU, even if the devices keep only the shapes of tensors.
 """
 
 _LARGEST_MULTIPLE = 4
-"""The upper limit of the batch size on emulated devices that compute values.
+"""The upper limit of the batch size, divided by the requested batch size.
 
-It is a multiple of the requested batch size, and applies to the search for the largest batch.
+The limit applies on emulated devices that compute values, in the search for the largest batch.
 """
 
 
@@ -53,18 +57,18 @@ def tune(
 ) -> Report:
     """Measure training steps of a workload with several splits, and report which split is best.
 
-    The training steps run on the accelerators if there are two or more, otherwise on emulated
-    devices. By default emulated devices keep shapes only, so the batch and the model may be larger
-    than the memory of this machine. Nothing is predicted: each split and each batch size in the
-    report was measured.
+    A split is the number of samples of each device. The training steps run on the accelerators if
+    there are two or more, otherwise on emulated devices. By default, emulated devices keep the
+    shapes of tensors but no values, so the batch and the model may be larger than the memory of
+    this machine. Nothing is predicted: each split and each batch size in the report was measured.
 
     Args:
-        workload: the workload to train.
+        workload: what to train: a model with its batches, its loss and its optimizer.
         batch_size: the number of samples in the whole batch.
         devices: the devices, or the number of devices. By default, there is one device for each
             entry of ``capacities``. Without ``capacities``, the devices are all accelerators if
             there are two or more, otherwise four emulated devices.
-        capacities: the capacity of each device in bytes. Emulated devices may exceed it. By
+        capacities: the capacity of each device in bytes. Emulated devices may hold more. By
             default, the capacity of an accelerator is its total memory. The default capacity of
             each emulated device is the highest peak of the even split, rounded up to whole MiB.
         reserve: the bytes of each device to keep free. The default is 1 GiB, for CUDA's context and
@@ -92,7 +96,8 @@ def tune(
         ArgumentError: If the batch, the devices or their capacities cannot be used.
         ArgumentTypeError: If ``workload`` is not a ``Workload``.
         InfeasiblePlanError: If no measured option fits in memory.
-        SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
+        SymbolicValueError: If the workload reads values of tensors, but the emulated devices keep
+            only the shapes of tensors.
     """
     if goal not in (None, *get_args(Goal)):
         raise ArgumentError(f"goal must be speed, headroom or batch, got {goal!r}")
@@ -156,7 +161,8 @@ class _Run:
         batch_size: the number of samples in the requested batch.
         swept: values of ``gpu0_bsz`` to measure in addition to those that the search chooses.
         on_measurement: a function that is called with each measured ``Option``.
-        known: the options measured so far, by split, ``gather`` and ``spread``.
+        known: a dict from the split (the number of samples of each device), ``gather`` and
+            ``spread`` to the option that was measured with them.
     """
 
     meter: StepMeter
@@ -166,7 +172,7 @@ class _Run:
     known: dict[tuple[Split, bool, bool], Option] = field(default_factory=dict)
 
     def measured(self, split: Split, gather: bool, spread: bool) -> Option:
-        """Return the measurement of a split. Measure the split only if it is not in ``known``."""
+        """Return the measurement of ``split``, which is made only if it is not in ``known``."""
         key = split, gather, spread
         if key not in self.known:
             self.known[key] = self.meter.measure(split, gather=gather, spread=spread)
@@ -174,11 +180,12 @@ class _Run:
         return self.known[key]
 
     def search(self, report: Report, gather: bool, spread: bool) -> None:
-        """Search for the best split with ``gather`` and ``spread``, and measure the splits tried.
+        """Search for the best split for ``gather`` and ``spread``, and measure the splits tried.
 
-        The splits are the even split, those with a value in ``swept``, those that
-        ``WorkloadSearch`` chooses and, if the devices have different budgets (the bytes that each
-        may hold), splits that should fill all devices equally.
+        A split is the number of samples of each device. The splits tried are the even split, the
+        splits with a ``gpu0_bsz`` in ``swept``, and the splits that ``WorkloadSearch`` chooses. If
+        the devices have different budgets (the bytes that each may hold), splits that should fill
+        all devices equally are also tried.
 
         Args:
             report: the report with the budgets and the mode of the devices.

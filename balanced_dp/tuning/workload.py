@@ -154,7 +154,7 @@ def encoded_text() -> tuple[torch.Tensor, int]:
 def character_batch(starts: torch.Tensor) -> Batch:
     """Return a batch of excerpts of ``encoded_text``, each with 64 characters.
 
-    The targets are the characters that follow each position.
+    The target of each position is the character that follows it.
 
     Args:
         starts: the index of the first character of each excerpt.
@@ -225,4 +225,4 @@ BUILT_IN: dict[str, Callable[[], Workload]] = {
     "gpt2-large": gpt2_large,
     "bert-base": bert_base,
 }
-"""The functions that return the built-in workloads, by name of the workload."""
+"""A dict from the name of each built-in workload to the function that returns the workload."""

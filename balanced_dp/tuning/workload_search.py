@@ -1,6 +1,7 @@
 """Search for the best split, the largest batches and the device weights of a workload.
 
-This file does not need torch.
+A workload is a model with its batches, its loss and its optimizer. A split is the chunk size (the
+number of samples) of each device. This file does not need torch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from ..search import Search, Split
 from ..split import split_batch, split_by_weights
 
 _CLOSE = 400
-"""The largest chunk and the largest batch are found to within one part in this number.
+"""A search finds the largest chunk or the largest batch to within 1 part in ``_CLOSE``.
 
-Two such searches, for a chunk and then for the batch, find the largest batch to within 0.5 %.
+A search for the largest chunk and then one for the largest batch, which uses this chunk, find the
+largest batch to within 0.5 %.
 """
 
 
@@ -24,7 +26,8 @@ class WorkloadSearch(Search):
     """A search for the best ``gpu0_bsz`` of a batch, and then for the largest batches that fit.
 
     Attributes:
-        for_speed: whether to also find the largest ``gpu0_bsz`` that fits.
+        for_speed: whether to also find the largest ``gpu0_bsz`` with which device 0 stays within
+            its budget.
         largest: the upper limit of the batch size in the search for the largest batch.
     """
 
@@ -33,6 +36,8 @@ class WorkloadSearch(Search):
 
     def wanted(self) -> Iterator[Split]:
         """Yield the split to measure next. Only the first split that is yielded is valid.
+
+        The choice of later splits depends on the measurement of the first split.
 
         There are three searches. The first finds the best ``gpu0_bsz`` for ``batch_size`` samples.
         The second finds the largest batch that fits with the even split. The third finds the
@@ -64,13 +69,14 @@ class WorkloadSearch(Search):
 
 
 def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) -> Split | None:
-    """Return the chunk sizes with which all devices should be equally full.
+    """Return the chunk sizes with which all devices are estimated to be equally full.
 
-    The utilization of each device is estimated by a line through its two latest measured chunk
-    sizes, or through the origin and its only one.
+    The estimate assumes that the utilization of a device (its peak divided by its budget) is a
+    linear function of its chunk size. The line goes through the two latest measurements of the
+    device with different chunk sizes, or through the origin and its only measurement.
 
     Args:
-        told: the measured utilization (peak divided by budget) of each device, by chunk sizes, in
+        told: a dict from the chunk sizes of each measurement to the utilization of each device, in
             the order of measurement.
         batch_size: the number of samples in the whole batch; None means as many as fit.
 

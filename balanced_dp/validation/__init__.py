@@ -1,4 +1,7 @@
-"""Validate the package on the devices of this machine. The tests use stand-ins for devices."""
+"""Validate the package on the devices of this machine.
+
+The project's tests use stand-ins for such devices.
+"""
 
 from .checks import Check, Validation, validate
 

@@ -65,8 +65,8 @@ class Validation:
 
     Attributes:
         devices: a description of the devices, as text.
-        versions: the versions of the software, by the name of the software. Properties of the
-            machine are added by their names.
+        versions: a dictionary that maps names of software, such as "CUDA", to versions. It also
+            maps names of properties of the machine to their values.
         checks: the checks in the order in which they were made.
     """
 
@@ -110,17 +110,17 @@ def validate(
     ``nn.DataParallel``. On emulated devices, only gradients and outputs are compared.
 
     Args:
-        num_devices: number of devices. If there are several GPUs, but fewer than this, or no GPU,
-            the devices are emulated. If there is a single GPU, this is the number of replicas on
-            it. None means all GPUs, four replicas on a single GPU, or four emulated devices if
-            there is no GPU.
+        num_devices: number of devices. The devices are emulated if there is no GPU, or if there are
+            several GPUs but fewer than this number. If there is a single GPU, this is the number of
+            replicas on it. None means all GPUs, four replicas on a single GPU, or four emulated
+            devices if there is no GPU.
         emulate: whether to emulate devices even if there are GPUs.
-        workload: the training step that is used to compare memory and time: a name, as for
-            ``find_workload``.
+        workload: the name of the workload (a model, its batches and its loss) with which memory
+            and time are compared, as for ``find_workload``.
         on_check: a function that is called with each ``Check``, as soon as it is made.
 
     Raises:
-        ArgumentError: there is no such workload.
+        ArgumentError: there is no workload of the name ``workload``.
     """
     checks: list[Check] = []
     trained = find_workload(workload)
@@ -144,7 +144,10 @@ def validate(
 def _opened(
     num_devices: int | None, emulate: bool
 ) -> AbstractContextManager[Sequence[torch.device]]:
-    """Return a context manager that yields the device of each replica."""
+    """Return a context manager that yields a sequence of the devices, one for each replica.
+
+    If there is a single GPU, all replicas are on it.
+    """
     found = [] if emulate else resolve_devices(None)
     if len(found) == 1:
         return nullcontext(found * (num_devices or 4))
@@ -211,9 +214,9 @@ def _memory(
 
 
 def _time(workload: Workload, batch_size: int, devices: Sequence[torch.device]) -> Iterator[Check]:
-    """Yield a check that compares the time of a step with that of ``nn.DataParallel``.
+    """Yield a check that compares the time of a training step with that of ``nn.DataParallel``.
 
-    Steps of the two models are measured in turn, and their medians are compared.
+    Steps with the two wrappers are measured in turn, and the median times are compared.
     """
     module = workload.new_model().to(devices[0])
     ours = BalancedDataParallel(None, module, devices)
