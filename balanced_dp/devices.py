@@ -76,7 +76,7 @@ def resolve_device(device_id: Device) -> torch.device:
         return torch.device("cpu")  # the device of CPU tensors has no index
     if (device.index or 0) >= module.device_count():
         raise ArgumentError(
-            f"device {device} does not exist: there are {module.device_count()} of its type"
+            f"device {device} does not exist: torch finds {module.device_count()} of this type"
         )
     if device.index is None:
         return torch.device(device.type, module.current_device())

@@ -96,7 +96,7 @@ def run(
 
     arguments.check_outputs(json_file, html)
     if arguments.STDOUT in (json_file, html):
-        raise ArgumentError("stdout is the script's; name a file")
+        raise ArgumentError("the script prints to stdout; name a file for the report")
     check_script(script, is_module)
     exit_code, report, parts = run_and_measure(
         script,
@@ -114,7 +114,7 @@ def run(
     own = {name for option in context.command.params for name in option.opts}
     misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
     if exit_code == 2 and misplaced:  # argparse exits with 2 if it does not know an option
-        console.say(f"{misplaced[0]} went to the script; place it before {script}")
+        console.say(f"{misplaced[0]} was passed to the script; for run, place it before {script}")
     if report is not None:
         console.show(report, json_file, html, stderr=True)
     else:
@@ -163,7 +163,7 @@ def tune(
         return
     emulate |= context.info_name == "plan"
     if target is None:
-        raise ArgumentError("there is no workload; plan --list names the built-in ones")
+        raise ArgumentError("no workload was given; plan --list names the built-in ones")
     capacities = arguments.parse_capacities(memory, num_devices, emulate)
     arguments.check_outputs(json_file, html)
     values, reserve_bytes = arguments.parse_sweep(sweep), arguments.parse_reserve(reserve)

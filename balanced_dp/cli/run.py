@@ -72,7 +72,7 @@ def run_and_measure(
     found = accelerators(num, emulate)
     if found:
         if capacities is not None:
-            raise ArgumentError("--memory is for emulated devices; set --emulate or leave it out")
+            raise ArgumentError("--memory is for emulated devices; omit it, or add --emulate")
         capacities = capacities_of(found)
     reserve = checked_reserve(reserve, capacities)
     with (
@@ -90,7 +90,7 @@ def run_and_measure(
             warnings.simplefilter("ignore", ResourceWarning)
             current_machine().ignore_capacities()
             current_machine().reads_unknown_as_nan = True
-        shapes = " with shapes only: the values that it reads are NaN" if symbolic else ""
+        shapes = " with shapes only: floats that the script reads are NaN" if symbolic else ""
         kind = f"{'' if found else 'emulated '}GPU{'s' * (len(devices) > 1)}"
         console.say(f"running {script} on {len(devices)} {kind}{shapes}")
         loop = Loop(

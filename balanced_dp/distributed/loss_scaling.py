@@ -112,8 +112,8 @@ def scale_loss(
         sum_of_counts = torch.tensor(float(total), dtype=torch.float64, device="cpu")
     if sum_of_counts.device.type == "cpu" and sum_of_counts < own:  # else the host would wait
         raise ArgumentError(
-            f"count is {own:g}, but total is {float(sum_of_counts):g}; total must be the sum over "
-            "all ranks and micro-batches, as computed by count_all_ranks"
+            f"count is {own:g}, but total is {float(sum_of_counts):g}; total must be the sum of "
+            "the counts of all ranks and micro-batches, as computed by count_all_ranks"
         )
     if own == 0:
         _keep_zero_gradients(loss)

@@ -153,8 +153,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         found = len(self.chunk_sizes), sum(self.chunk_sizes)
         if found != (self.world_size, self.batch_size):
             raise ArgumentError(
-                f"chunk_sizes must be one for each of {world_size} ranks and add up to "
-                f"batch_size={batch_size}, got {found[0]}, in all {found[1]}"
+                f"chunk_sizes must be {world_size} sizes, one for each rank, with the sum "
+                f"batch_size={batch_size}, got {found[0]} sizes with the sum {found[1]}"
             )
         self.epoch = 0
         # In the order of the samples, the positions at which the next iteration will begin and at

@@ -69,6 +69,6 @@ def _device_of_this_rank(devices: Sequence[torch.device]) -> torch.device:
     if local_rank >= len(devices):
         raise ArgumentError(
             f"the local rank is {local_rank}, but the model has {len(devices)} devices; start one "
-            "process for each device, or pass device"
+            "process for each device, or pass the device of each process as device"
         )
     return devices[local_rank]

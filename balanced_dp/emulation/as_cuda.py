@@ -366,4 +366,4 @@ def _without_hardware(machine: Machine) -> Patches:
 
 
 def _refuse_to_spawn(*args: Any, **kwargs: Any) -> None:
-    raise EmulationError("processes that a script spawns see no emulated devices")
+    raise EmulationError("processes that a script spawns cannot use emulated devices")

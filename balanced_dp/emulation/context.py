@@ -153,7 +153,9 @@ def emulate_devices(
 def _capacities(num_devices: int, memory: Any) -> list[int]:
     num_devices = as_integer("num_devices", num_devices, minimum=1)
     if num_devices > MAX_DEVICES:
-        raise ArgumentError(f"num_devices is {num_devices}, but torch has at most {MAX_DEVICES}")
+        raise ArgumentError(
+            f"torch has at most {MAX_DEVICES} devices, got num_devices={num_devices}"
+        )
     if memory is None:
         return [sys.maxsize] * num_devices
     is_one = isinstance(memory, str | bytes) or not isinstance(memory, Sequence)

@@ -109,7 +109,7 @@ class Machine:
         if not 0 <= device < len(self.devices):
             raise EmulationError(
                 f"there is no emulated device {self.device_type}:{device}: "
-                f"this context has {len(self.devices)}, the num_devices of emulate_devices"
+                f"emulate_devices was called with num_devices={len(self.devices)}"
             )
         return device
 
@@ -212,7 +212,7 @@ def current_machine() -> Machine:
     if _current is None:
         raise EmulationError(
             f"there are no emulated devices here: {DEVICE_TYPE!r} works only inside the block of "
-            "emulate_devices or training_devices; copy results to the CPU inside it"
+            "emulate_devices or training_devices; copy results to the CPU before the block ends"
         )
     return _current
 

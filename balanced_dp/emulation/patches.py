@@ -150,7 +150,7 @@ def _no_files() -> Patches:
     save = torch.save
 
     def skip(path: Any) -> None:
-        warn(f"{os.fspath(path)} is not saved: symbolic devices keep the shapes of tensors only")
+        warn(f"{os.fspath(path)} is not saved: symbolic devices keep only the shapes of tensors")
 
     @functools.wraps(save)
     def save_in_memory_only(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:

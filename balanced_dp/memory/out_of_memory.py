@@ -66,5 +66,5 @@ def advising(
             sizes = zip(devices, chunk_sizes, strict=True)
             split = ", ".join(f"{device}: {size}" for device, size in sizes)
             size = sum(chunk_sizes)
-            add_note(error, f"the batch of {size} was split {split}; {remedy(size)}")
+            add_note(error, f"the batch of {size} samples was split as {split}; {remedy(size)}")
         raise

@@ -80,15 +80,15 @@ class SplitPolicy:
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         has_no_effect = batch_size > 1 and even <= (self.gpu0_bsz or 0)
         if self._is_first and not self.device_weights and has_no_effect:
-            fact = f"has no effect on this first batch of {batch_size}, split evenly: {chunk_sizes}"
-            remedy = f"if other batches are no larger, choose gpu0_bsz below {even}"
+            fact = f"has no effect: this batch of {batch_size} is split evenly into {chunk_sizes}"
+            remedy = f"choose gpu0_bsz below {even}, unless later batches are larger"
             warn(f"gpu0_bsz={self.gpu0_bsz} {fact}; {remedy}")
         self._is_first &= batch_size < 2
         return chunk_sizes
 
     def remedy(self, batch_size: int) -> str:
         """Return the advice to add to an out-of-memory error."""
-        return "the full device needs fewer samples: gpu0_bsz, device_weights, or a smaller batch"
+        return "give the full device fewer samples (gpu0_bsz, device_weights) or a smaller batch"
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return None, because a fixed rule has nothing to save in a checkpoint."""
@@ -243,7 +243,7 @@ class AutoSplit:
     def remedy(self, batch_size: int) -> str:
         """Adapt the split after memory ran out, and return the advice to add to the error."""
         if self._note_failure(has_failed=True):
-            return f"gpu0_bsz='auto' is now {self.split(batch_size)[0]}: repeat the step"
+            return f"gpu0_bsz='auto' has chosen {self.split(batch_size)[0]} now; repeat the step"
         return "gpu0_bsz='auto' keeps its split; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -286,7 +286,7 @@ def split_policy(
     if gpu0_bsz == "auto" and device_weights is None:
         return AutoSplit(devices) if len(devices) > 1 else SplitPolicy(None, devices)
     if isinstance(gpu0_bsz, str):
-        fact = "gpu0_bsz must be an integer, None or, without device_weights, 'auto'"
+        fact = "gpu0_bsz must be an integer, None, or 'auto' (which excludes device_weights)"
         raise ArgumentTypeError(f"{fact}, got {gpu0_bsz!r}")
     # A single device, such as the CPU when a script is tried out, gets the whole batch.
     return SplitPolicy(gpu0_bsz, devices, device_weights if len(devices) > 1 else None)

@@ -78,7 +78,7 @@ class BalancedCriterion(nn.Module):
     ) -> None:
         super().__init__()
         if not callable(criterion) or isinstance(criterion, type):
-            made = f"; make one: {criterion.__name__}()" if isinstance(criterion, type) else ""
+            made = f"; pass {criterion.__name__}()" if isinstance(criterion, type) else ""
             raise ArgumentTypeError(
                 f"criterion must be a module or a function, got {criterion!r}{made}"
             )

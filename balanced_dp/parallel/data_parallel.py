@@ -201,7 +201,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(
-                f"module must be an nn.Module, got {type(module).__name__}; give (gpu0_bsz, module)"
+                f"module must be an nn.Module, got {type(module).__name__}; gpu0_bsz comes first"
             )
         # nn.DataParallel.__init__ is skipped: it refuses the CPU, and may advise users to leave
         # out the smaller GPU.

@@ -72,8 +72,8 @@ class Gather:
         named = [dict(nested.checked_items(one, path, GatherError) or ()) for one in outputs]
         is_mutable = isinstance(first, MutableMapping | MutableSequence)
         if is_mutable and first and others and all(other is first for other in others):
-            fact = f"is one {type(first).__name__} that all replicas share and write"
-            raise _error(path, f"{fact}; return a new one from each forward")
+            fact = f"is a single {type(first).__name__} that all replicas write to"
+            raise _error(path, f"{fact}; create it in forward, and return it")
         if self._are_entries(outputs, path):
             entries = [self.join([one], name) for own in named for name, one in own.items()]
             return nested.rebuild(first, entries)
@@ -150,7 +150,7 @@ class Gather:
         if how != "sum":
             is_same = all(bool(number == numbers[0]) for number in numbers)
             if not is_same or (numbers[0] and numbers[0].dtype != torch.bool):
-                reason = "it is an integer or bool, added up where it differs between the replicas"
+                reason = "it is an integer or bool, which is added up if the replicas' differ"
                 self.call.warn(path, reason, "Return rows, with squeeze(-1) and not squeeze()")
             if is_same:
                 return numbers[0]
@@ -182,12 +182,12 @@ class Gather:
         axes = differing or ([dim] if dim in following else exact) or one_row
         if len(axes) != 1 or axes[0] not in (dim, *following):
             fact = f"has shapes {[*map(tuple, shapes)]} for chunks of {sizes}"
-            remedy = "return rows or a 0-dim mean, pad to total_length=, compare samples outside"
-            raise _error(path, f"{fact}, not along one dimension: {remedy}, and use squeeze(-1)")
+            remedy = "return rows (with squeeze(-1)) or means, pad to total_length=, compare later"
+            raise _error(path, f"{fact}, so no one dimension holds the samples: {remedy}")
         own = lengths[axes[0]]
         if sizes and own != sizes and any(own):
-            reason = f"it has {own} rows for chunks of {sizes}, in the order of the devices"
-            remedy = "Return (N, rows, ...) or several outputs, and squeeze(-1), not squeeze()"
+            reason = f"it has {own} rows for chunks of {sizes}, joined in the order of the devices"
+            remedy = "Return (N, rows, ...) or several outputs; use squeeze(-1), not squeeze()"
             self.call.warn(path, reason, remedy)
         return axes[0]
 

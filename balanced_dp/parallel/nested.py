@@ -69,8 +69,8 @@ def check_paths(
     for path in () if takes_any else paths:
         if path.split(".")[0] not in (*names, "inputs"):
             raise ArgumentError(
-                f"{option} names {path!r}, but {getattr(function, '__qualname__', function)} takes "
-                f"{', '.join(names)}"
+                f"{option} names {path!r}, but the parameters of "
+                f"{getattr(function, '__qualname__', function)} are {', '.join(names)}"
             )
     return paths
 

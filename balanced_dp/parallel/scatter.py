@@ -94,7 +94,7 @@ class Inputs:
         found = list(self._all_to_split(named))
         for path, value in _sequences(named):
             if not found:
-                fact = "and nothing is split, so the call runs on one device"
+                fact = "but no input is split, so the call runs on one device"
                 self._warn(path, value, fact)
             elif all(_is_below(one, [path]) for one, _ in found) and _are_alike(value):
                 fact = f"of {len(value)} items, whose tensors are split along dim {self.dim}"
@@ -171,13 +171,13 @@ class Inputs:
             if value.devices != tuple(devices) or (sizes and value.chunk_sizes != tuple(sizes)):
                 call = f"has chunks {tuple(sizes)}" if sizes else "splits nothing"
                 call += f" on {', '.join(map(str, devices))}"
-                raise _error(path, f"is {value!r}, but this call {call}; pass its gather()")
+                raise _error(path, f"is {value!r}, but this call {call}; gather() it first")
             return list(value)
         if sizes and path in self.split and value is not None:
             lengths = self._lengths(length := self._entries(value, path), path, sizes)
             if length != sum(lengths):
-                fact = f"is in split, but has {length} entries"
-                raise _error(path, f"{fact}, and the batch has {sum(sizes)} samples")
+                fact = f"is named in split, but its {length} entries are not a multiple"
+                raise _error(path, f"{fact} of the {sum(sizes)} samples of the batch")
             bounds = zip(devices, pairwise(accumulate(lengths, initial=0)), strict=True)
             return [self._parts(value[i:j], path, ([device], ()))[0] for device, (i, j) in bounds]
         if 1 < sum(sizes) == _length(value):
@@ -212,7 +212,7 @@ class Inputs:
     def _entries(self, value: Any, path: str) -> int:
         """Return the number of entries of an input that is named in ``split``."""
         if (length := _length(value)) is None:
-            fact = f"is in split, but {type(value).__name__} is no list, tuple or array"
+            fact = f"is named in split, but is a {type(value).__name__}, not a list, tuple or array"
             raise _error(path, fact)
         return length
 
@@ -226,13 +226,13 @@ class Inputs:
         lengths = self._lengths(length := self._size(tensor, path), path, sizes)
         if length != sum(lengths):
             first, _ = self._first(self._all_to_split(self._named()))
-            source = f" by its first tensor, {first}" if first != path else ""
+            source = f" (the size of its first tensor, {first})" if first != path else ""
             raise _error(
                 path,
                 f"of shape {tuple(tensor.shape)} has size {length} along dim {self.dim}, but the "
                 f"batch has {sum(sizes)} samples{source}; broadcast=({path!r},) copies it whole to "
-                "each device, and split takes lists of samples and tensors with several rows for "
-                "each; if its samples are along another dimension, transpose it",
+                "each device; split is for lists and tensors with several rows per sample; if its "
+                "samples are along another dimension, transpose it",
             )
         if tensor.is_nested or tensor.layout != torch.strided:
             raise _error(path, "is a sparse or nested tensor, which is not split; pass a dense one")

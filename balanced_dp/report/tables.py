@@ -121,8 +121,8 @@ def option_table(report: Report) -> TextTable:
         [*rows[0]],
         [[*row.values()] for row in rows],
         marked=0,
-        caption="Speed is the even split's largest chunk over the option's: a smaller gpu0_bsz "
-        "costs speed.",
+        caption="Speed is the largest chunk of the even split divided by that of the option: a "
+        "smaller gpu0_bsz costs speed.",
     )
 
 
@@ -155,7 +155,7 @@ def summary(report: Report) -> Iterator[str]:
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
     if not report.is_script and not all(option.gather for option in report.ranked_options):
-        yield "BalancedCriterion wraps each step from outputs to loss, even reshapes: docs/loss.md."
+        yield "Put all from outputs to loss into BalancedCriterion, even reshapes: docs/loss.md."
     if report.is_trainer:
         yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
     # If forward returns the loss, as with BalancedTrainer in training, little is gathered.

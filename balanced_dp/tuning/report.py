@@ -312,7 +312,7 @@ class Report:
             if held > budget
         ]
         lacks += [best.out_of_memory] if best.out_of_memory else []
-        kept = f", as {format_bytes(self.reserve_bytes)} of each is kept free (--reserve)"
+        kept = f", as {format_bytes(self.reserve_bytes)} of each device is kept free (--reserve)"
         lacks[-1] += kept * bool(self.reserve_bytes)
         fitting = [option for option in self.options if option.fits(self.budgets)]
         least = min(option.batch_size for option in self.options)

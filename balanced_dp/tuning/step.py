@@ -185,7 +185,7 @@ class StepMeter:
             if model.chunk_sizes and sum(model.chunk_sizes) != batch_size:
                 raise ArgumentError(
                     f"make_batch({batch_size}) of {self.workload.name} returned "
-                    f"{sum(model.chunk_sizes)} samples"
+                    f"{sum(model.chunk_sizes)} samples; it must return {batch_size}"
                 )
             if model.gathers_outputs:
                 target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)

@@ -111,7 +111,7 @@ def tune(
         raise ArgumentError(f"a plan is for two or more devices, got {num}")
     if capacities is not None and len(capacities) != num:
         raise ArgumentError(
-            f"capacities must be one for each of {num} devices, got {len(capacities)}"
+            f"capacities must be {num} numbers, one for each device, got {len(capacities)}"
         )
     with ExitStack() as stack:
         if devices is None or isinstance(devices, int):

@@ -109,9 +109,9 @@ def find_workload(target: str) -> Workload:
     if not (module_name and function_name):
         hint = f" (a script? balanced-dp run {target})" if Path(target).is_file() else ""
         raise ArgumentError(
-            f"there is no workload {target!r}{hint}; built in "
-            f"are {', '.join(BUILT_IN)}; name your own as package.module:function or "
-            "file.py:function"
+            f"there is no workload {target!r}{hint}; the built-in "
+            f"workloads are {', '.join(BUILT_IN)}; name a workload of your own as "
+            "package.module:function or file.py:function"
         )
     path = Path(module_name)
     if path.suffix == ".py":

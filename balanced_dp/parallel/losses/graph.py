@@ -180,7 +180,7 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
         reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
     if not are_samples:
-        raise UnclearError("the entries it reduces do not follow the chunk sizes")
+        raise UnclearError("the entries it reduces are not in proportion to the chunk sizes")
     return "mean" if code == 1 else _kind_of_sum(entries)
 
 
@@ -222,7 +222,7 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     is_known = not is_even or (_is_one(factors) and (sizes[0] > 1 or is_divided))
     if adds_up and is_constant and is_known:
         return "sum"
-    raise UnclearError(f"a {name} in it may be normalized per chunk")
+    raise UnclearError(f"a {name} in it may be divided by a number that depends on the chunk")
 
 
 def _divisor_of(node: Any) -> Any:

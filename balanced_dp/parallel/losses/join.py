@@ -40,8 +40,8 @@ from .graph import Composition, are_equal, composition_of, how_samples_mix, mask
 from .weights import ScalarOutputs, Tensors, joined, weight_of_chunk
 
 _REMEDY = (
-    "Return its parts to combine them outside, or rows (with squeeze(-1), not squeeze()), or give "
-    "loss_weight or scalar_outputs: see docs/loss.md"
+    "Return its parts and combine them after the call, or return a row for each sample (with "
+    "squeeze(-1), not squeeze()), or give loss_weight or scalar_outputs: see docs/loss.md"
 )
 _NOT_SHOWN = "no call with gradients and the same arguments has shown how it is computed"
 
@@ -127,8 +127,8 @@ class Call:
         if loss.unclear:
             if counts := self._counts_of(outputs, key, device):
                 return joined(outputs, counts, device)
-            what = "All but its cross entropies" if loss.parts else "It"
-            self.warn(name, loss.unclear, f"{what} is averaged by samples. {_REMEDY}")
+            what = "All of it but its cross entropies" if loss.parts else "It"
+            self.warn(name, loss.unclear, f"{what} is averaged, weighted by chunk size. {_REMEDY}")
         weights = [None if own[0].kind == "sum" else [one.count for one in own] for own in rows]
         if len(loss.parts) == 1 and not loss.kinds:  # nothing but a multiple of a cross entropy
             return joined(outputs, weights[loss.parts[0][0]], device)
@@ -307,7 +307,7 @@ class Call:
             how = how_samples_mix(pairs, [sizes[i] for i in ends]) and how_samples_mix(found, sizes)
         if how:
             reason = f"{how}, so each device uses only its own chunk"
-            self.warn(None, reason, "Compute it outside, from gathered outputs")
+            self.warn(None, reason, "Compute this after the call, from gathered outputs")
 
     @property
     def _code(self) -> Any:
