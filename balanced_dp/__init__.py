@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from .api import *  # noqa: F403  # type checkers know all its names
+    from .api import *  # noqa: F403  # type checkers know the names of api
 else:
     # Importing torch takes seconds, and the help of the command line does not need torch.
     def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Convert arguments such as ``device_ids`` to ``torch.device`` objects, and give their streams."""
+"""Convert arguments such as ``device_ids`` to ``torch.device`` objects; return their streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Device = int | str | torch.device
 
 
 def default_device_type() -> str | None:
-    """Return the type, such as ``"cuda"``, of devices that are given as ints; None without any.
+    """Return the type, such as ``"cuda"``, of the devices that ints refer to, or None.
 
     Inside ``emulate_devices``, this is the type of the emulated devices. Elsewhere, it is the type
     of torch's accelerator. The result is None if there is no accelerator, and for MPS, which has a
@@ -32,7 +32,7 @@ def resolve_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
     """Return a ``torch.device`` for each entry of ``device_ids``.
 
     If ``device_ids`` is None, return all devices of the type that ``default_device_type`` returns,
-    or an empty list if that is None.
+    or an empty list if this type is None.
 
     Raises:
         ArgumentError: ``device_ids`` is empty, or a device does not exist.
@@ -114,9 +114,9 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
             - ``"copies"``: copies of inputs to ``device``, and of gradients from ``device``.
             - another device: copies of gradients from that device to ``device``. Each pair of
               devices has a stream for this. A copy waits for its streams on both devices. So if
-              all these copies shared one stream, devices that send to several others would take
-              turns.
-            - ``device`` itself: the addition of the gradients that have arrived.
+              all these copies shared one stream, devices that send to several other devices would
+              take turns.
+            - ``device`` itself: the addition of the gradients that have arrived on ``device``.
     """
     if (device, purpose) not in _streams:  # setdefault: two threads may make one at the same time
         _streams.setdefault((device, purpose), torch.get_device_module(device).Stream(device))

@@ -26,14 +26,15 @@ class ArgumentTypeError(BalancedDataParallelError, TypeError):
 class ScatterError(BalancedDataParallelError, ValueError):
     """An input of the model cannot be split over the devices.
 
-    The message names the input by its path in the arguments, and gives its shape.
+    The message gives the shape of the input, and its dotted path in the arguments, such as
+    ``batch.mask``.
     """
 
 
 class GatherError(BalancedDataParallelError, TypeError):
-    """The replicas' outputs cannot be joined to the output of the whole batch.
+    """The replicas' outputs cannot be joined into the output of the whole batch.
 
-    The message names the part of the output that cannot be joined by its path in the output.
+    The message gives the dotted path of the part that cannot be joined, such as ``logits.0``.
     """
 
 
@@ -42,7 +43,7 @@ class EmulationError(BalancedDataParallelError, RuntimeError):
 
 
 class SymbolicValueError(EmulationError):
-    """A tensor's value was read, but ``emulate_devices(symbolic=True)`` does not compute it."""
+    """A tensor's value was read, but ``emulate_devices(symbolic=True)`` computes no values."""
 
 
 class ProbeError(BalancedDataParallelError, RuntimeError):
@@ -50,7 +51,7 @@ class ProbeError(BalancedDataParallelError, RuntimeError):
 
 
 class InfeasiblePlanError(BalancedDataParallelError, ValueError):
-    """No ``gpu0_bsz`` lets the batch fit in memory; the message says how much each device lacks."""
+    """The batch does not fit with any ``gpu0_bsz``; the message says how much memory is lacking."""
 
 
 class ReportError(BalancedDataParallelError, ValueError):
@@ -58,10 +59,11 @@ class ReportError(BalancedDataParallelError, ValueError):
 
 
 class BalanceWarning(UserWarning):
-    """A split or a save has no effect, or a result may differ from that of the whole batch.
+    """A split or ``torch.save`` has no effect, or a result may not be that of the whole batch.
 
-    For example, ``gpu0_bsz`` is not below the even share of the batch, or ``torch.save`` is called
-    with ``emulate_devices(symbolic=True)``, where tensors have no values to save.
+    For example, ``gpu0_bsz`` is not below the even share of the batch (its size divided by the
+    number of devices, rounded up), or ``torch.save`` is called with
+    ``emulate_devices(symbolic=True)``, where tensors have no values to save.
     """
 
 
@@ -77,8 +79,8 @@ def warn(message: str) -> None:
 def calling_frame() -> tuple[int, FrameType]:
     """Return ``(level, frame)`` of the innermost call outside torch, contextlib and balanced_dp.
 
-    ``level`` is the ``stacklevel`` with which the function that calls this one can issue a warning
-    for the line of ``frame``.
+    ``level`` is the ``stacklevel`` with which the function that calls ``calling_frame`` can issue a
+    warning for the line of ``frame``.
     """
     internal = ("torch", "contextlib", __package__)
     level, frame = 1, sys._getframe(1)

@@ -1,8 +1,8 @@
 """Search for the split of a batch with which the fullest device is least full.
 
-A split is the chunk size of each device. The utilization of a device is its peak memory divided by
-its budget, and the fullest device is the one with the highest utilization. This file does not need
-torch.
+A split is the chunk size (number of samples) of each device. The utilization of a device is its
+peak memory divided by its budget, the memory that it may hold. The fullest device is the one with
+the highest utilization. This file does not need torch.
 
 The result is always a measured split, never a prediction. The memory of a device grows with the
 number of its samples. So each search looks for the largest integer, such as a ``gpu0_bsz``, with
@@ -23,7 +23,7 @@ from typing import Any
 from .split import EQUAL, even_share, split_batch
 
 MAX_SPLITS = 6
-"""The most splits that are tried in a training loop, or in a search for ``device_weights``."""
+"""How many splits are tried at most in a training loop, or in a search for ``device_weights``."""
 
 _BISECTED = range(10, 2**16, 2)
 """The numbers of measurements after which a search halves the range that is left.
@@ -32,12 +32,12 @@ After other numbers of measurements, the search follows a line, which may conver
 """
 
 _NUM_COMPARED = 3
-"""The number of iterations of each split that are compared if the peaks of a split vary."""
+"""If peaks vary, each split is measured in this many training iterations, to compare splits."""
 
 VARIES = 0.01
-"""The peaks of a split vary if they differ by more than this fraction.
+"""The peaks of iterations with the same split vary if they differ by more than this fraction.
 
-The buckets in which gradients are copied change the peaks by less.
+The buckets in which gradients are copied change the peaks by less than this fraction.
 """
 
 _ROUNDING = 1e-6
@@ -47,7 +47,7 @@ Split = tuple[int, ...]
 """The chunk size of each device, in the order of the devices."""
 
 _Iteration = tuple[Sequence[float], Any]
-"""The peak bytes of each device in a training iteration, and the caller's record of it."""
+"""The peak bytes of each device in a training iteration, and the record that the caller keeps."""
 
 
 def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
@@ -59,14 +59,15 @@ def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
 class Search:
     """A search for the ``gpu0_bsz`` with which the fullest device is least full.
 
-    The caller measures the split that ``next`` returns, passes the peaks to ``tell``, and repeats
-    this until ``next`` returns None. In this class, a value is a ``gpu0_bsz``.
+    The caller measures the split (the chunk size of each device) that ``next`` returns, passes the
+    peak memory of each device to ``tell``, and repeats this until ``next`` returns None. In this
+    class, a value is a ``gpu0_bsz``, the number of samples of device 0.
 
     Each sample that is moved to device 0 raises the utilization (peak memory divided by budget) of
     device 0 and lowers that of the other devices. So the highest utilization is lowest where
     device 0 is as full as the fullest of the other devices. The search ends at two adjacent values:
     device 0 is the fullest device with the larger value, but not with the smaller value. Of
-    equally good values, the largest is best, because it is the fastest.
+    equally good values, the largest is best, because training is fastest with it.
 
     Attributes:
         batch_size: the number of samples in the whole batch.
@@ -113,15 +114,14 @@ class Search:
     def best(self) -> int | None:
         """The measured ``gpu0_bsz`` with which the fullest device is least full.
 
-        Of equally good values, it is the largest. It is None if no split has fitted
-        in memory.
+        Of equally good values, it is the largest. It is None if no split has fitted in memory.
         """
         ran = {value: max(full) for value, full in self._ran().items()}
         limit = min(ran.values(), default=0.0) * (1 + EQUAL)
         return max((value for value, full in ran.items() if full <= limit), default=None)
 
     def allows(self, split: Split) -> bool:
-        """Return whether the search may measure ``split``.
+        """Return whether the search may measure ``split``, the chunk size of each device.
 
         Each chunk must be empty or have at least ``smallest`` samples. If ``is_careful`` is True,
         no device should run out of memory, as far as the measured splits tell.
@@ -192,9 +192,9 @@ class Search:
                 0. If the excess is infinite, only its sign is known.
             numbers: the numbers to search, in ascending order.
             split_of: a function that returns the split to measure for a number.
-            slope: the increase of the excess from one number to the next that is assumed until two
-                numbers have been measured. None means the slope of the line from (0, -1) to the
-                first measurement, which is an upper bound.
+            slope: until two numbers have been measured, the excess is assumed to increase by
+                ``slope`` from one number to the next. None means the slope of the line from (0, -1)
+                to the first measurement, which is an upper bound.
             close: the result may be too small by at most ``result // close``. By default, it is
                 exact.
             bends_up: whether the excess is a convex function of the number. If it is, then beyond
@@ -217,7 +217,7 @@ class Search:
         inside, beyond = [n for n in known if n <= low][-2:], [n for n in known if n > low][:2]
 
         def rise(x: int, before: int | None = None) -> float:
-            """Return the slope of the line through two measurements, or the assumed one for one."""
+            """Return the slope of the line through two measurements, or the assumed slope."""
             if before is not None:
                 return (over[x] - over[before]) / (x - before)
             return (over[x] + 1) / max(x, 1) if slope is None else slope
@@ -265,10 +265,11 @@ class LoopSearch:
     Attributes:
         search: the ``Search`` for the largest batch so far. Before the first iteration, its
             ``batch_size`` is 0.
-        highest: a dict from each split to the peaks and the record of one iteration. Of the
-            compared iterations with this split, it is the one with the highest peak.
-        accumulates: whether the largest batch of the compared iterations has added to existing
-            gradients (gradient accumulation).
+        highest: a dict from each split (the chunk size of each device) to the peaks and the record
+            of one iteration. Of the compared iterations with this split, this iteration has the
+            highest peak.
+        accumulates: whether, in the compared iterations, the backward pass of the largest batch has
+            added to existing gradients (gradient accumulation).
         is_over: whether the search is over, so that ``gpu0_bsz`` is final. Further calls of
             ``tell`` or ``ran_out`` may reopen the search.
     """
@@ -292,8 +293,8 @@ class LoopSearch:
     ) -> None:
         """Record the peaks of an iteration, unless an earlier iteration was larger.
 
-        Of two iterations, the one whose largest batch has more samples is larger. If these are
-        equally many, it is the one whose largest batch has added to existing gradients.
+        Of two iterations, the one whose largest batch has more samples is larger. If these
+        numbers are equal, it is the one whose largest batch has added to existing gradients.
 
         Args:
             split: the chunk size of each device for the iteration's largest batch.
@@ -321,12 +322,12 @@ class LoopSearch:
         self._use(self.search.best if following is None else following[0])
 
     def _varies(self) -> bool:
-        """Return whether there is a split whose highest peaks vary from iteration to iteration."""
+        """Return whether the highest peak varies between iterations with the same split."""
         peaks = [[*map(_peak, found)] for found in self._iterations.values()]
         return any(max(of_split) > min(of_split) * (1 + VARIES) for of_split in peaks)
 
     def ran_out(self, batch_size: int, index: int) -> bool:
-        """Record that a device ran out of memory; return whether the batch is now split otherwise.
+        """Record that a device ran out of memory; return whether this changes the split.
 
         Args:
             batch_size: the number of samples in the batch with which memory ran out.
@@ -348,7 +349,7 @@ class LoopSearch:
     def _begin(self, batch_size: int, accumulates: bool) -> None:
         """Begin a new search for batches of ``batch_size`` samples.
 
-        Of the measured splits, only those of this size that ran out of memory are kept.
+        Of the measured splits, only those of such batches with which memory ran out are kept.
         """
         before, self.accumulates = self.search, accumulates
         self._iterations, self.highest = {}, {}
@@ -359,8 +360,8 @@ class LoopSearch:
     def _use(self, value: int | None) -> None:
         """Set the ``gpu0_bsz`` of the batches that follow to ``value``, unless it is None.
 
-        The value is for a batch of the size that is searched for. Device 0 gets the same share of
-        batches of other sizes.
+        The value is for a batch of ``search.batch_size`` samples. In batches of other sizes,
+        device 0 gets the same share of the batch.
         """
         batch_size = self.search.batch_size
         if value is not None and value != self.split(batch_size)[0]:

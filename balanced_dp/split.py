@@ -1,4 +1,4 @@
-"""Compute the chunk size of each device, with exact arithmetic and without torch."""
+"""Compute each device's chunk size (number of samples), in exact arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from typing import SupportsIndex
 from .errors import ArgumentError, ArgumentTypeError
 
 EQUAL = 0.001
-"""Utilizations (peak memory over budget) that differ by less than this fraction count as equal."""
+"""Utilizations that differ by less than this fraction count as equal.
+
+The utilization of a device is its peak memory divided by the memory that it may use.
+"""
 
 
 def split_batch(
     batch_size: SupportsIndex, num_devices: SupportsIndex, gpu0_bsz: SupportsIndex
 ) -> tuple[int, ...]:
-    """Return the chunk size of each device; the sum is ``batch_size``.
+    """Return the chunk size (number of samples) of each device; the sum is ``batch_size``.
 
-    A device whose chunk size is 0 is idle in this step. Device 0 gets at most ``gpu0_bsz`` samples
-    and at most its chunk of the even split. A single device gets the whole batch.
+    A device whose chunk size is 0 is idle during this batch. Device 0 gets at most ``gpu0_bsz``
+    samples and at most its chunk of the even split. A single device gets the whole batch.
 
     1. If ``gpu0_bsz`` is at least ``ceil(batch_size / num_devices)``, the split is even, as in
        ``torch.chunk`` and ``nn.DataParallel``.
@@ -60,7 +63,7 @@ def split_batch(
 
 
 def even_share(batch_size: int, num_devices: int) -> int:
-    """Return the chunk size of each device in an even split; the last devices may get less."""
+    """Return the chunk size of each device in an even split; the last chunks may be smaller."""
     return -(-batch_size // num_devices)
 
 
@@ -69,7 +72,7 @@ def split_by_weights(
     device_weights: Sequence[float],
     gpu0_bsz: SupportsIndex | None = None,
 ) -> tuple[int, ...]:
-    """Return the chunk size of each device, in proportion to its weight.
+    """Return the chunk size (number of samples) of each device, in proportion to its weight.
 
     The sum is ``batch_size``. The sizes are rounded by the largest-remainder method: each size is
     rounded down, and the devices with the largest remainders get one of the remaining samples each.

@@ -1,8 +1,8 @@
 """Differences between versions of torch, and the private names of torch that balanced_dp needs.
 
 If the installed torch lacks one of these names, importing a public name from ``balanced_dp`` raises
-an ``ImportError`` that gives the missing name. The emulation of devices has a list of its own.
-docs/versions.md lists the versions of torch that were tested.
+an ``ImportError`` that gives the missing name. The emulation of devices has a separate list
+of such names. docs/versions.md lists the versions of torch that were tested.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ NEEDED = """
 AWAITS_PRODUCERS = torch.__version__ >= "2.8"
 """Whether autograd waits for the stream on which a node has copied a gradient to another device.
 
-Before torch 2.8, autograd does not. It assumes that the gradient was computed on the default stream
-of the device that the gradient is on. In autograd's threads, the default stream is the current one.
+Before torch 2.8, autograd does not wait. It assumes that the gradient was computed on the default
+stream of the device that the gradient is on. In autograd's threads, the default stream is the
+current one.
 
 Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 """
@@ -42,7 +43,7 @@ Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 def exists(name: str) -> bool:
     """Return whether torch has the attribute ``name``, such as ``"nn.Module._buffers"``.
 
-    An attribute that a class of torch only annotates counts, too.
+    An attribute that a class of torch annotates, but does not assign, counts as existing, too.
     """
     path, _, last = f"torch.{name}".rpartition(".")
     try:

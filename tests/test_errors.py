@@ -67,8 +67,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: scale_loss(torch.ones(()), 2), ValueError, "call init_process_group"),
     (lambda: sampler(world_size=None, rank=None), ValueError, "call init_process_group"),
     (lambda: sampler(rank=-1), VALUE, "rank must be from 0 to 1, got -1"),
-    (lambda: sampler(chunk_sizes=(4,)), VALUE, "one for each of 2 ranks and"),
-    (lambda: sampler(chunk_sizes=(1, 2)), VALUE, "add up to batch_size=4, got 2, in all 3"),
+    (lambda: sampler(chunk_sizes=(4,)), VALUE, "2 sizes, one for each rank, with"),
+    (lambda: sampler(chunk_sizes=(1, 2)), VALUE, "sum batch_size=4, got 2 sizes with the sum 3"),
     *(
         (partial(opened, devices, number), error, f"num_devices must be {message}, got {number!r}")
         for devices in (emulate_devices, training_devices)
@@ -77,7 +77,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
             *((number, TYPE, "an integer") for number in (True, 2.0, "2")),
         )
     ),
-    (lambda: opened(emulate_devices, 129), VALUE, "is 129, but torch has at most 128"),
+    (lambda: opened(emulate_devices, 129), VALUE, "at most 128 devices, got num_devices=129"),
     (lambda: opened(emulate_devices, 2, memory=[1, 2, 3]), VALUE, "of the 2 devices, got 3 sizes"),
     *(
         (partial(parse_bytes, x, "reserve"), VALUE, f"reserve must be bytes or {UNITS}, got {x!r}")

@@ -95,7 +95,7 @@ def check_outputs(*outputs: Path | None) -> None:
     places = [path if path == STDOUT else path.resolve() for path in outputs if path is not None]
     for place in places:
         if places.count(place) > 1:
-            raise ArgumentError(f"{place} is given for two files; name another for one")
+            raise ArgumentError(f"{place} is named twice; name another file for one")
         if place != STDOUT and (place.is_dir() or not place.parent.is_dir()):
             why = "it is a folder" if place.is_dir() else f"there is no folder {place.parent}"
             raise ArgumentError(f"{place} cannot be written: {why}")

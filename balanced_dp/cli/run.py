@@ -153,5 +153,5 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
         return "The script splits no batches; add model = torch.nn.DataParallel(model.cuda())."
     return (
         "The script runs as it is: it splits batches by a class of its own, by device_weights, or "
-        "over devices that repeat. To search for the best split, use torch.nn.DataParallel(model)."
+        "over devices that repeat. To find the best split, use balanced_dp.BalancedDataParallel."
     )

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 # The functions of torch.distributed.nn keep, as their default group, the group that exists when
-# torch.distributed.nn is first imported. The first optimizer imports it. If this first import came
-# after init_process_group, destroy_process_group would not end gloo's threads, which sometimes
-# abort a process at exit.
+# torch.distributed.nn is first imported. If it is not imported here, the construction of the first
+# optimizer imports it. If this came after init_process_group, destroy_process_group would not end
+# gloo's threads, which sometimes abort a process at exit.
 import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
@@ -84,10 +84,11 @@ def scale_loss(
     Args:
         loss: this rank's mean over its ``count`` samples or tokens, a tensor with one element of
             any floating-point dtype. The factor ``world_size * count / total`` is rounded to this
-            dtype, in bfloat16 to 8 bits.
-        count: the number of samples or tokens, or the sum of weights, that ``loss`` is a mean over,
-            at least 0. The host reads this number. If it is a tensor on a device, the host waits
-            for the device, so count labels before they are moved to the device.
+            dtype; in bfloat16, 8 significant bits remain.
+        count: the number of samples or tokens over which ``loss`` is a mean or, for a weighted
+            mean, the sum of their weights; at least 0. The host reads this number. If it is a
+            tensor on a device, the host waits for the device, so count labels before they are moved
+            to the device.
         total: the sum of the counts of all ranks. If None, the ranks add up their counts in
             ``scale_loss``, so every rank must call it.
         group: the process group that averages gradients; by default, the default group. It is

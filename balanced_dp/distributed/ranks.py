@@ -1,4 +1,4 @@
-"""The chunk size of each rank, and a batch sampler that gives each rank its chunks."""
+"""Split batches over ranks: the chunk size of each rank, and a batch sampler for the chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def split_ranks(
     capacities: Sequence[int] | None = None,
     fixed_bytes: int = 0,
 ) -> tuple[int, ...]:
-    """Return the chunk size of each rank; the sum is ``batch_size``.
+    """Return the chunk size (number of samples) of each rank; the sum is ``batch_size``.
 
     With ``rank0_bsz`` alone, rank 0 gets at most ``rank0_bsz`` samples, and the rest is divided
     evenly over the other ranks. With ``weights``, chunk sizes are in proportion to the weights.
@@ -117,7 +117,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         drop_last: whether to drop a smaller last batch.
 
     Attributes:
-        epoch: the epoch of the next iteration, as set by ``set_epoch``.
+        epoch: the epoch that the next iteration over the sampler yields, as set by ``set_epoch``.
 
     Raises:
         ArgumentError: ``rank`` is out of range, ``chunk_sizes`` does not have one size for each
@@ -157,8 +157,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"batch_size={batch_size}, got {found[0]} sizes with the sum {found[1]}"
             )
         self.epoch = 0
-        # In the order of the samples, the positions at which the next iteration will begin and at
-        # which the current one has begun; and the number of batches that the latter has yielded.
+        # The position at which the next iteration will begin, the position at which the current
+        # iteration has begun (both count samples), and the number of batches that the current
+        # iteration has yielded.
         self._next_start = self._start = self._num_yielded = 0
 
     def __len__(self) -> int:
@@ -184,10 +185,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             yield batch.split(list(sizes))[self.rank].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, and so the order, of the next iteration.
+        """Set the epoch of the next iteration, which determines the order of the samples.
 
         Call this method before each epoch, with the same epoch on all ranks. If a state of this
-        epoch was loaded by ``load_state_dict``, the next iteration resumes at the position of the
+        epoch was loaded by ``load_state_dict``, the next iteration resumes at the position in that
         state. If not, the next iteration begins with the first batch.
         """
         if epoch != self.epoch:
@@ -202,10 +203,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
         Args:
             num_batches: number of batches used in training since the current iteration of the
-                sampler began, as counted by ``enumerate(loader, 1)``. A resumed iteration starts
-                from 0 again. The default is the number of batches that the sampler has yielded.
-                This is too high for a ``DataLoader`` with workers, since workers fetch batches in
-                advance.
+                sampler began, as counted by ``enumerate(loader, 1)``. In a resumed iteration, the
+                count starts from 0 again. The default is the number of batches that the sampler has
+                yielded. This default is too high for a ``DataLoader`` with workers, since workers
+                fetch batches in advance.
 
         Raises:
             ArgumentError: ``num_batches`` is negative, or higher than the number of batches that

@@ -24,9 +24,10 @@ def convert(
 
     Every process must call this function, after ``init_process_group``. The module is moved in
     place to the device of this rank, so it keeps its parameters, buffers and hooks. Hooks of
-    ``model`` itself are not kept. State dicts have the same keys, so checkpoints of either class
-    can be loaded into the other. An existing optimizer remains valid. But if it has state, and the
-    module is moved to another device, load the optimizer's state dict again.
+    ``model`` itself are not kept. The state dicts of both classes have the same keys, so a
+    checkpoint of either class can be loaded into the other. An existing optimizer remains valid.
+    But if the optimizer has state, and the module is moved to another device, load the optimizer's
+    state dict again.
 
     For chunks of different sizes, the averaged gradients are those of the whole batch if
     ``scale_loss`` is applied to the loss. ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)``

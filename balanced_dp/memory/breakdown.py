@@ -57,7 +57,7 @@ def _devices_of(model: nn.Module) -> list[torch.device]:
 def _uses(
     device: torch.device, model: Any, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Return a dict from each use of memory to bytes, which add up to the device's peak."""
+    """Return the bytes of each use of memory, such as "gradient"; the sum is the device's peak."""
     module = torch.get_device_module(device)
     if hasattr(module, "memory_breakdown"):
         labelled: dict[str, int] = module.memory_breakdown(device).peak
@@ -80,7 +80,7 @@ def _uses(
 
 
 def _num_bytes(tensors: Iterable[Any], device: torch.device | None, seen: set[int]) -> int:
-    """Return the allocated bytes of those ``tensors`` that are on ``device``, or of all if None.
+    """Return the allocated bytes of the ``tensors`` on ``device``, or of all if it is None.
 
     Storages in ``seen`` are skipped, and storages that are counted are added to ``seen``.
     """

@@ -43,7 +43,9 @@ def list_boards() -> list[Board]:
 
 
 def memory_of(board: Board) -> dict[str, Any]:
-    """Return the total, used and free bytes of a board, as a dict by field of ``DeviceMemory``.
+    """Return the total, used and free bytes of a board (a GPU or a MIG slice).
+
+    The result is a dict, whose keys are fields of ``DeviceMemory``.
 
     Drivers before 510 only have version 1 of the query, which counts the driver's reserved
     memory as used.
@@ -96,8 +98,9 @@ def _ask(query: Callable[..., Any], *arguments: Any) -> Any:
 def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
     """Return the NVML board of a CUDA device, or None if it cannot be identified.
 
-    It is the only board with the device's UUID. If there is not exactly one, it is the only board
-    with the device's PCI bus id.
+    A board is a GPU or a MIG slice. If exactly one board has the UUID of the device, this board
+    is returned. If not, the board with the PCI bus id of the device is returned, if there is
+    exactly one.
 
     CUDA and NVML number devices differently. CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``,
     by default with the fastest first. NVML numbers all GPUs, in the order of their PCI bus ids. A

@@ -14,7 +14,7 @@ OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 Such a library allocates memory without torch's allocator.
 
-Source: the first matrix product on an H100 with 2 MiB of free memory.
+Source: the error of the first matrix product on an H100 with 2 MiB of free memory.
 """
 
 
@@ -37,7 +37,7 @@ def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int
     such a failure, the result is the device with the least free memory.
 
     Args:
-        devices: the devices.
+        devices: the devices, one of which has run out of memory.
         before: the result of ``num_ooms(devices)`` from before memory ran out.
     """
     ran_out = [now > count for count, now in zip(before, num_ooms(devices), strict=True)]
@@ -51,11 +51,11 @@ def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int
 def advising(
     devices: Sequence[torch.device], chunk_sizes: Sequence[int], remedy: Callable[[int], str]
 ) -> Iterator[None]:
-    """Add the split of the batch and a remedy to an out-of-memory error of a ``with`` block.
+    """Add each device's chunk size and a remedy to an out-of-memory error of a ``with`` block.
 
     Args:
-        devices: the devices that share the batch.
-        chunk_sizes: the chunk size of each device.
+        devices: the devices over which the batch is split.
+        chunk_sizes: the chunk size of each device, which is the number of its samples.
         remedy: a function that takes the batch size and returns the remedy as text. It is called
             only if memory runs out.
     """

@@ -86,8 +86,8 @@ class MemoryLogger:
     (max - min) / max of these peaks.
 
     Steps without a record cost nothing. Writing a record does not synchronize the devices, because
-    the allocator counts on the host. It resets torch's peak memory statistics of the devices, but
-    does not change the result of a block of ``MemoryProbe.measure`` around it.
+    the allocator counts on the host. It resets torch's peak memory statistics of the devices. But
+    inside a block of ``MemoryProbe.measure``, it does not change what this block reports.
 
     Args:
         model: the ``BalancedDataParallel`` whose devices are logged.

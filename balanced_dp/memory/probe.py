@@ -182,10 +182,10 @@ def _sampled_peaks(
 ) -> Iterator[Mapping[torch.device, int | None]]:
     """Start a thread that samples the used memory of boards until the ``with`` block ends.
 
-    A sample is taken every 10 ms, or less often, since other threads may hold the GIL for longer.
-    While four threads ran pure Python code, a sample was taken every 36 ms. Rare samples miss
-    little, because the allocator keeps the memory that it has reserved. A last sample is always
-    taken when the block ends.
+    The boards are the GPUs or MIG slices of the devices. A sample is taken every 10 ms, or less
+    often, since other threads may hold the GIL for longer. While four threads ran pure Python code,
+    a sample was taken every 36 ms. Rare samples miss little, because the allocator keeps the memory
+    that it has reserved. A last sample is always taken when the block ends.
 
     Yields:
         A dict from each device to the largest sample so far in bytes, which is a lower bound of the

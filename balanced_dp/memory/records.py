@@ -1,4 +1,4 @@
-"""Records of the memory of a device, and of a measured block. They do not need torch."""
+"""Records of a device's memory, and of the memory that a ``with`` block took, without torch."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ class StepMemory:
     def check_split(self, tolerance: float = 0.10) -> str | None:
         """Return advice on how to balance the memory of the devices, or None if it is balanced.
 
-        If the measurement is not valid, the reason is returned instead of advice. What is compared
-        are the utilizations (peaks as fractions of the capacities), so devices with different
-        capacities may hold different amounts of memory.
+        If the measurement is not valid, the reason is returned instead of advice. The comparison is
+        of utilizations (peaks as fractions of the capacities), so devices with different capacities
+        may hold different amounts of memory.
 
         Args:
             tolerance: the largest difference between utilizations that counts as balanced, as a

@@ -40,7 +40,7 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format a number of bytes in the largest binary unit of which it is at least 1.
+    """Return a number of bytes as text, in the largest binary unit that it reaches.
 
     Examples:
         >>> format_bytes(11 * 2**30), format_bytes(3_500_000), format_bytes(512)
@@ -51,7 +51,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the bytes and the name of the largest binary unit that is at most ``largest`` bytes.
+    """Return the size in bytes and the name of the largest binary unit that ``largest`` reaches.
 
     If ``largest`` is below 1024, the unit is the byte.
     """

@@ -66,7 +66,7 @@ class Gather:
         if all(isinstance(output, Tensor) for output in outputs):
             return self._tensors(outputs, path)
         if nested.is_cache(first):
-            reason = f"a {type(first).__name__} belongs to one model, so it is left out"
+            reason = f"it is None, because a {type(first).__name__} belongs to one model"
             self.call.warn(path, reason, "Call the model with use_cache=False")
             return None
         named = [dict(nested.checked_items(one, path, GatherError) or ()) for one in outputs]

@@ -212,7 +212,7 @@ class Inputs:
     def _entries(self, value: Any, path: str) -> int:
         """Return the number of entries of an input that is named in ``split``."""
         if (length := _length(value)) is None:
-            fact = f"is named in split, but is a {type(value).__name__}, not a list, tuple or array"
+            fact = f"is named in split, but {type(value).__name__} is no list, tuple or array"
             raise _error(path, fact)
         return length
 

@@ -72,13 +72,13 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
         found = re.fullmatch(rf" *({'|'.join(metrics)}) *: *(\d+(?:\.\d+)?) *% *", part)
         if found is None:
             raise ArgumentError(
-                f"--fail must be like peak:5%, got {part!r}; metrics are {', '.join(metrics)}"
+                f"--fail takes METRIC:NUMBER% of {', '.join(metrics)}, as peak:5%, got {part!r}"
             )
         allowed[found[1]] = float(found[2]) / 100
     for name in ("workload", "batch_size", "num_devices", "precision", "mode"):
         first, second = getattr(before, name), getattr(after, name)
         if first != second:
-            fact = f"the reports cannot be compared: {name} is {first} in one, and {second}"
+            fact = f"the reports cannot be compared: {name} was {first} and is {second}"
             raise ArgumentError(f"{fact}; measure both with the same {name}")
     comparisons = []
     for metric, value_of in metrics.items():

@@ -127,9 +127,9 @@ def test_the_report_is_written(script):
         ("--memory 4400KiB --reserve 0 train.py 9 256 wrap", 0, "the batch does not fit: device 0"),
         ("--memory 1MiB --reserve 0 train.py 5 64 wrap", 0, "spread=True divides them."),
         ("--steps 4 -m train 9 64 wrap --memory its", 0, "train, batches of 64, 4 devices"),
-        ("--symbolic train.py 4 64 wrap branch", 0, "only: the values that it reads are NaN"),
+        ("--symbolic train.py 4 64 wrap branch", 0, "only: floats that the script reads are NaN"),
         ("--memory 1027MiB train.py 8 2048 wrap memory", 0, "A batch of 2048 does not fit: with "),
-        ("train.py 1 4 parse --steps=3", 2, "--steps=3 went to the script; place it before train."),
+        ("train.py 1 4 parse --steps=3", 2, "--steps=3 was passed to the script; for run, place"),
     ],
 )
 def test_scripts_that_end_otherwise(command, code, says, script):

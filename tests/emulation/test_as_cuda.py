@@ -233,7 +233,7 @@ def test_mixed_precision_training(devices):
 
 
 def test_processes_cannot_be_spawned(devices):
-    with pytest.raises(EmulationError, match="spawns see no emulated devices"):
+    with pytest.raises(EmulationError, match="spawns cannot use emulated devices"):
         torch.multiprocessing.spawn(print)
 
 
@@ -402,7 +402,7 @@ def test_memory_of_devices_named_any_way(either, module, name):
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        (3, "no emulated device lazy:3: this context has 3"),
+        (3, "no emulated device lazy:3: emulate_devices was called with num_devices=3"),
         (-1, "no emulated device lazy:-1"),
         ("cpu", "cpu is not an emulated device"),
     ],

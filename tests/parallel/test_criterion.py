@@ -270,7 +270,7 @@ MSE.function = masked_mean  # an attribute of this name was taken for forward
     ("use", "error", "message"),
     [
         (lambda _: BalancedCriterion(3), ArgumentTypeError, "a module or a function, got 3"),
-        (lambda _: BalancedCriterion(nn.L1Loss), ArgumentTypeError, r"; make one: L1Loss\(\)"),
+        (lambda _: BalancedCriterion(nn.L1Loss), ArgumentTypeError, r"; pass L1Loss\(\)"),
         (lambda _: BalancedCriterion(MSE, broadcast="traget"), ArgumentError, "MSELoss.forward"),
         (lambda _: BalancedCriterion(MSE, loss_weight=3), ArgumentTypeError, "must be a function"),
         (lambda _: BalancedCriterion(partial(masked_mean), split="x"), ArgumentError, "'x'"),

@@ -125,7 +125,7 @@ def test_ints_and_none_mean_emulated_devices(accelerator, monkeypatch):
         assert BalancedDataParallel(1, module, [0, 0])(torch.randn(7, 4)).shape == (7, 2)
         for gpu0_bsz, wrong, message in (
             (1, -1, "there is no device -1: Invalid device string: 'lazy:-1'"),
-            (1, 5, "lazy:5 does not exist: there are 3 of its type"),
+            (1, 5, "lazy:5 does not exist: torch finds 3 of this type"),
             ("auto", 0, "needs distinct devices .* got .'lazy:0', 'lazy:0'"),
         ):
             with pytest.raises(ArgumentError, match=message):
@@ -153,7 +153,7 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
     torch.testing.assert_close(models[1](input=models[0](x)).gather(), second(first(x)))
     outputs = BalancedDataParallel(1, first, ["cpu"] * 2, gather=False)(x)
     if device_ids is None:
-        with pytest.raises(ScatterError, match=r"is PerDevice.* on cpu; pass its gather\(\)"):
+        with pytest.raises(ScatterError, match=r"is PerDevice.* on cpu; gather\(\) it first"):
             models[1](outputs)
 
 
@@ -164,14 +164,14 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
     ("error", "options", "message"),
     [
         (ArgumentTypeError, {"gpu0_bsz": 1.5}, "gpu0_bsz must be an integer, got 1.5"),
-        (ArgumentTypeError, {"gpu0_bsz": "Auto"}, "None or, without .*, 'auto', got 'Auto'"),
+        (ArgumentTypeError, {"gpu0_bsz": "Auto"}, "None, or 'auto' .*, got 'Auto'"),
         (ArgumentTypeError, {"module": len}, "must be an nn.Module, got builtin_function"),
         (ArgumentTypeError, {"dim": "0"}, "dim must be an integer, got '0'"),
-        (ArgumentError, {"broadcast": "maks"}, "broadcast names 'maks', but Linear.forward takes"),
+        (ArgumentError, {"broadcast": "maks"}, "broadcast names 'maks', but the parameters of"),
         (ArgumentError, {"scalar_outputs": "max"}, "scalar_outputs must be one of"),
         (ArgumentError, {"scalar_outputs": "sum", "loss_weight": len}, "not both"),
         (ArgumentError, {"device_weights": [1, 2, 3]}, "2 numbers, one for each device, got 3"),
-        (ArgumentTypeError, {"gpu0_bsz": "auto", "device_weights": [1, 2]}, "without device_weig"),
+        (ArgumentTypeError, {"gpu0_bsz": "auto", "device_weights": [1, 2]}, "excludes device_w"),
         (ArgumentError, {"device_ids": []}, "device_ids is empty"),
         (ArgumentError, {"device_ids": ["gpu:0"]}, "there is no device 'gpu:0': "),
         (ArgumentError, {"device_ids": ["meta", "meta"]}, "there is no device 'meta': "),
@@ -215,7 +215,7 @@ def test_a_gpu0_bsz_without_effect_warns_once(gpu0_bsz, hooked):
     if hooked:
         parallel.register_forward_hook(lambda *args: None)
     fresh = copy.deepcopy(parallel)
-    message = rf"gpu0_bsz={gpu0_bsz} has no effect on .* of 100, .*: \(25, .* below 25"
+    message = rf"gpu0_bsz={gpu0_bsz} has no effect: .* of 100 .* into \(25, .* below 25"
     x = torch.randn(100, 4)
     parallel(x[:1])  # no split of one sample has an effect
     for call in (
@@ -294,8 +294,8 @@ def test_out_of_memory_adds_the_split_and_advice(gpu0_bsz, weights, index):
         replica = index if first else 0
         assert notes_of(caught.value) == [
             f"in replica {replica} on lazy:{index}, with {sizes[index]} of the batch's 8 samples",
-            f"the batch of 8 was split lazy:0: {first}, lazy:1: {other}; the full device needs "
-            "fewer samples: gpu0_bsz, device_weights, or a smaller batch",
+            f"the batch of 8 samples was split as lazy:0: {first}, lazy:1: {other}; give the full "
+            "device fewer samples (gpu0_bsz, device_weights) or a smaller batch",
         ]
         del caught, model, module
         assert [torch.lazy.memory_allocated(device) for device in devices] == [0, 0]

@@ -51,7 +51,7 @@ def split(forward, gpu0_bsz=1, num_devices=4, **options):
         ([torch.zeros(2, 3), torch.zeros(3, 4)], r"has shapes \[\(2, 3\), \(3, 4\)\]"),
         ([object(), object()], "different values"),
         ([np.zeros(2), np.ones(2)], "different values"),
-        ([(torch.zeros(2), SHARED)] * 2, "output 1 is one dict that all replicas"),
+        ([(torch.zeros(2), SHARED)] * 2, "output 1 is a single dict that all"),
     ],
 )
 def test_outputs_that_differ_are_named(outputs, message):
@@ -79,7 +79,7 @@ def test_outputs_that_differ_are_named(outputs, message):
 def test_scalars(scalar_outputs, chunk_sizes, numbers, expected):
     """The number of right answers was made a mean, and silently that of one device where equal."""
     is_told = scalar_outputs == "auto" and numbers not in ((0, 0), (True, True))
-    message = "an integer or bool, added up where it differs"
+    message = "an integer or bool, which is added up if"
     with pytest.warns(BalanceWarning, match=message) if is_told else nullcontext():
         joined = gather([*map(torch.tensor, numbers)], CPU, 0, scalar_outputs, chunk_sizes)
     assert (joined.tolist(), type(joined.tolist())) == (expected, type(expected))
@@ -117,7 +117,7 @@ def test_what_replicas_share_and_write_is_refused(make):
     shared = make()
     fill = getattr(shared, "append", lambda rows: shared.update(rows=rows))
     model = split(lambda _, x: (shared.clear(), fill(x), shared)[2])
-    with pytest.raises(GatherError, match="that all replicas share and write"):
+    with pytest.raises(GatherError, match="that all replicas write to"):
         model(torch.ones(8, 2))
 
 
@@ -257,12 +257,12 @@ def padded(_, x, **options):
     return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, **options)[0]
 
 
-NO_ROWS, ROWS, LIST = "not along one dimension", r"\(N, rows, \.\.\.\)", "a tuple of items"
+NO_ROWS, ROWS, LIST = "no one dimension", r"\(N, rows, \.\.\.\)", "a tuple of items"
 
 REMEDIES = [
     (padded, "total_length=", "total_length=", lambda m, x: padded(m, x, total_length=5)),
     # In chunks of one size pairs have the shape of rows.
-    (lambda m, x: x @ x.T, "compare samples outside", None, lambda m, x: x),
+    (lambda m, x: x @ x.T, "compare later", None, lambda m, x: x),
     (lambda m, x: x.mean(0), NO_ROWS, None, lambda m, x: x.mean()),
     # One row of each replica was an error; LXMERT's losses are.
     (lambda m, x: x.mean(0, keepdim=True)[:, :2], ROWS, ROWS, lambda m, x: x.mean()),

@@ -120,12 +120,12 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
         ("perplexity", "it uses Exp, not only means over samples"),
         (
             "hits",
-            "it has no graph. It is averaged by samples. Return its parts .* or rows",
+            "it has no graph. It is averaged, weighted by chunk size. Return its parts .* row for",
         ),
         ("sum by a mean", "it uses Div, not only means over samples"),
-        ("selected", "the entries it reduces do not follow the chunk sizes"),
+        ("selected", "it is not clear that the entries it reduces are samples"),
         ("sum and mean", "it adds means to sums over samples"),
-        ("normalized weights", "a scaled sum in it may be normalized per chunk"),
+        ("normalized weights", "a scaled sum in it may be divided by a number that depends on"),
     ],
 )
 def test_a_warning_gives_its_reason(name, reason):

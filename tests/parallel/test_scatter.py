@@ -80,8 +80,8 @@ def test_broadcast_takes_a_path_or_one_above_it(path):
 
 
 BY_FIRST = (
-    r"input x.1.mask of shape \(3, 4\) has size 3 along dim 0, but the batch has 5 samples by its "
-    r"first tensor, x.0; broadcast=\('x.1.mask',\) copies it whole to each device, "
+    r"input x.1.mask of shape \(3, 4\) has size 3 along dim 0, but the batch has 5 samples \(the "
+    r"size of its first tensor, x.0\); broadcast=\('x.1.mask',\) copies it whole to each device; "
 )
 NOT_SPLIT = "input x is a sparse or nested tensor, which is not split"
 NESTED = torch.nested.nested_tensor([torch.ones(2)] * 5, layout=torch.jagged)
@@ -118,7 +118,7 @@ IMAGES = [torch.full((3, 4, 4 + i % 2), float(i)) for i in range(8)]
 TARGETS = [{"boxes": torch.full((i + 1, 4), float(i))} for i in range(8)]
 SEQUENCES = [torch.full((7, 2), float(i)) for i in range(8)]
 GRU = nn.GRU(3, 3, batch_first=True)
-SIZE = "split takes lists of samples and tensors with several rows for each"
+SIZE = "split is for lists and tensors with several rows per sample"
 ONE_DEVICE = r"one device; if .* split=\('args.0',\)"
 EIGHT = r"args.0 is a list of 8 items.* split=\('args.0',\)"
 
@@ -182,10 +182,10 @@ def test_sequences_are_cut_where_that_is_asked_for():
     assert [len(box) for box in second["on"][0]["boxes"]] == [2, 3]
     assert cut([torch.zeros(4), None], 2, 2, split=("x.1",))[1][1] is None
     assert cut([torch.zeros(3), [*"abcdef"]], 1, 2, split=("x.1",))[1][1] == [*"cdef"]
-    for wrong, fact in ((["a", "b", "c"], "has 3 entries"), (5, "int is no list"), ("abcd", "str")):
-        with pytest.raises(ScatterError, match=f"x.1 is in split, but {fact}"):
+    for wrong, fact in ((["a", "b", "c"], "its 3 entries"), (5, "int is no list"), ("abcd", "str")):
+        with pytest.raises(ScatterError, match=f"x.1 is named in split, but {fact}"):
             cut([torch.zeros(4), wrong], 2, 2, split=("x.1",))
-    with pytest.raises(ScatterError, match="input is in split, but generator is no list"):
+    with pytest.raises(ScatterError, match="input is named in split, but generator is no list"):
         BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2, split="input")(x for x in "ab")
 
 
@@ -331,7 +331,7 @@ def test_a_cache_of_transformers_is_left_out():
     model = BalancedDataParallel(2, transformers.GPT2LMHeadModel(config), ["cpu", "cpu"])
     ids = torch.randint(0, 50, (8, 6))
     name = [*inspect.signature(model.module.forward).parameters][1]  # transformers renamed it
-    message = f"{name} .* is left out. Call the model with use_cache=False"
+    message = f"{name} .* it is None, because .* Call the model with use_cache=False"
     with pytest.warns(BalanceWarning, match=message) as told:
         for _ in range(3):
             output = model(input_ids=ids, labels=ids)

@@ -148,22 +148,14 @@ def test_speed_and_samples_on_accelerators():
 @pytest.mark.parametrize(
     ("wrapped", "line"),
     [
-        ("model = DataParallel(model)", "model = BalancedDataParallel(6, model)"),
         # It was told to write model = ..., which would have been another model.
         ("net.body = nn.DataParallel(net.head)", "net.body = BalancedDataParallel(6, net.head)"),
-        ("net = Own(torch.nn.DataParallel(make()))", "net = Own(BalancedDataParallel(6, make()))"),
+        ("net = Own(DataParallel(make()))", "net = Own(BalancedDataParallel(6, make()))"),
         # The line lost dim, so batches were split along another dimension.
         ("m = nn.DataParallel(m, dim=1).to(0)", "m = BalancedDataParallel(6, m, dim=1).to(0)"),
-        ("net = BalancedDataParallel('auto', net, [0])", "net = BalancedDataParallel(6, net, [0])"),
         # The line lost dim, as the regular expression for gpu0_bsz knew no operators.
-        (
-            "net = BalancedDataParallel(args.bsz // len(args.chunks), net, dim=1)",
-            "net = BalancedDataParallel(6, net, dim=1)",
-        ),
-        (
-            "net = Balanced(module=net, gpu0_bsz=int(f(2)))",
-            "net = Balanced(module=net, gpu0_bsz=6)",
-        ),
+        ("m = BalancedDataParallel(b // len(c), m, 1)", "m = BalancedDataParallel(6, m, 1)"),
+        ("m = Balanced(module=m, gpu0_bsz=int(f(2)))", "m = Balanced(module=m, gpu0_bsz=6)"),
         ("else: net = DataParallel(net)", "model = BalancedDataParallel(6, model)"),
         ("model = MyDataParallel(model)", "model = BalancedDataParallel(6, model)"),
     ],
@@ -209,5 +201,5 @@ def test_without_an_option_it_says_what_lacks():
     assert "device 0 needs 70 B and lacks 5 B; no other batch was measured" in text
     assert "option 1" not in text and "```python" not in text and "--reserve" not in text
     kept = replace(lacking, reserve_bytes=2).what_lacks()
-    assert "lacks 7 B, as 2 B of each is kept free (--reserve); no other" in kept
+    assert "lacks 7 B, as 2 B of each device is kept free (--reserve); no other" in kept
     assert 'class="line"' not in report_html(lacking)

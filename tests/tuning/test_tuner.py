@@ -192,7 +192,7 @@ def test_a_model_that_reads_values():
     ("batch_size", "capacities", "options", "error", "message"),
     [
         (0, [GIB] * 2, {}, ArgumentError, "batch_size must be at least 1, got 0"),
-        (8, [GIB], {"devices": 2}, ArgumentError, "one for each of 2 devices, got 1"),
+        (8, [GIB], {"devices": 2}, ArgumentError, "2 numbers, one for each device, got 1"),
         (8, [GIB], {}, ArgumentError, "two or more devices, got 1$"),
         (8, [GIB] * 2, {"reserve": GIB}, ArgumentError, "1.00 GiB of each device is kept free"),
         (8, [GIB] * 2, {"goal": "fast"}, ArgumentError, "goal must be speed, headroom or batch"),

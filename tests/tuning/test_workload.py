@@ -64,12 +64,12 @@ def test_batches(batch, expected):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("net", r"'net'; built in .*name your own as package\.module:f"),
+        ("net", r"'net'; the built-in .*of your own as package\.module:f"),
         ("nowhere/mine.py:make", "cannot be made: nowhere/mine.py is not a file"),
         ("broken:make", "SyntaxError"),
         ("raises:make", "RuntimeError: not now"),
-        (":make", "there is no workload ':make'; built in"),
-        ("mine.py:", "there is no workload 'mine.py:'; built in"),
+        (":make", "there is no workload ':make'; the built-in"),
+        ("mine.py:", "there is no workload 'mine.py:'; the built-in"),
     ],
 )
 def test_what_is_no_workload(tmp_path, monkeypatch, target, message):

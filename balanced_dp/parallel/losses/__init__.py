@@ -1,1 +1,1 @@
-"""Join the losses of the replicas into that of the whole batch: see ``graph`` and ``join``."""
+"""Join the losses of the replicas into the loss of the whole batch: see ``graph`` and ``join``."""

@@ -2,11 +2,11 @@
 
 While replicas run, the two functions with which torch computes cross entropies are replaced:
 ``cross_entropy_loss`` and ``nll_loss_nd``. The replacements call torch's functions, return the
-tensors that these return, and also count the targets. A mean over no targets is NaN. In the
-returned tensor, it is replaced by 0, so that the other terms of a loss are kept. The joined loss is
-NaN only if no replica has targets. Autograd also saves the number of targets, as
-``_saved_total_weight``, but not without gradients or with smoothed labels. So the saved number is
-not used.
+tensors that these return, and also count the targets. A mean over no targets is NaN. The
+replacements return 0 in its place, so that a loss to which the mean is added keeps its other terms.
+The loss that is joined from all replicas is NaN only if no replica has targets. Autograd saves the
+number of targets, too, as ``_saved_total_weight``. But this number is missing if gradients are
+disabled or labels are smoothed, so it is not used.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class Counted:
         count: the number of targets that are not ignored or, with class weights, the sum of the
             weights of these targets; a number or a 0-dim tensor.
         target: the targets if the input has as many classes as rows, else None.
-        value: the value of the cross entropy, a tensor with its autograd graph.
+        value: a copy of the cross entropy that is attached to its autograd graph.
         node: the autograd node that computed the value, or None without gradients.
-        result: the tensor that forward got from torch, detached from its autograd graph.
-        version: the version counter of that tensor when it was returned. Each in-place write to the
+        result: the tensor that was returned to the replica's ``forward``, detached from its
+            autograd graph, but with the same storage.
+        version: the version counter of ``result`` when it was returned. Each in-place write to the
             tensor increments its version counter.
     """
 
@@ -53,7 +54,7 @@ class Counted:
     version: int
 
     def compares_samples(self) -> bool:
-        """Return whether the targets are the numbers of the rows, each once, in any order.
+        """Return whether the targets are the row numbers 0, 1, ..., each once, in any order.
 
         Reading the targets waits for their device.
         """
@@ -76,18 +77,24 @@ def memory_of(tensor: Tensor) -> tuple[Any, Any]:
 
 
 current_call: ContextVar[Any] = ContextVar("current_call", default=None)
-"""The ``Call`` that is running, or None. The threads of its replicas have the same value."""
+"""The running ``Call`` (one call of a function on several devices), or None.
+
+In the threads that run the replicas of the call, the variable has the same value.
+"""
 
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
-"""The list for the cross entropies of the replica that runs in this thread, or None."""
+"""The list to which the cross entropies of the replica in this thread are appended, or None."""
 _lock = threading.Lock()
 _running = weakref.WeakSet[Any]()
-"""The running calls, as weak references. An interrupted call has no others, and so vanishes."""
+"""Weak references to the running calls.
+
+After an interrupted call, nothing else refers to it, so it vanishes from this set.
+"""
 
 
 @contextlib.contextmanager
 def running(call: Any) -> Iterator[None]:
-    """Context manager inside which a ``Call`` is running.
+    """Return a context manager inside which ``call`` is the running ``Call``.
 
     The cross entropies of its replicas are recorded if the batch is split and the call has
     ``scalar_outputs="auto"``.
@@ -122,11 +129,12 @@ def _exchange(is_counting: bool) -> None:
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return ``function(*args, **kwargs)``, and record the cross entropies that it computes.
 
-    They are appended to ``counted[index]`` of the running ``Call``, unless it counts none.
+    The records are appended to ``counted[index]`` of the running ``Call``, unless this call counts
+    no cross entropies.
 
     Args:
-        index: the index of the replica in the call.
-        function: the function of the replica.
+        index: the index of the replica among the replicas of the call.
+        function: the function that computes the outputs of the replica.
         *args: positional arguments of the function.
         **kwargs: keyword arguments of the function.
     """
@@ -180,7 +188,8 @@ _COUNTING = {f: _counting(f) for f in (torch._C._nn.cross_entropy_loss, torch._C
 def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Tensor:
     """Return the number of targets that are not ignored, or the sum of their class weights.
 
-    If the targets are probabilities of classes, the result is their number.
+    If the targets are class probabilities, each vector of probabilities is one target, and all
+    targets are counted.
     """
     if target.is_floating_point():  # probabilities of classes: all count
         return target.numel() // target.shape[min(1, target.dim() - 1)]
@@ -192,15 +201,15 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
 
 
 def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Let autograd nodes return 0 instead of NaN gradients on replicas whose weight is 0.
+    """Let autograd nodes return 0 instead of NaN gradients on replicas whose loss has weight 0.
 
-    The backward of a mean over no entries computes 0 / 0, which is NaN. Added to the gradients of
-    the other replicas, it would make the sum NaN.
+    The backward of a mean over no entries computes 0 / 0, which is NaN. If this NaN were added to
+    the gradients of the other replicas, the sum would be NaN.
 
     Args:
         nodes: an autograd node of each replica, or None.
-        weights: the weight of each replica, a number or a tensor. The value of a tensor is not read
-            on the host.
+        weights: the weight of the loss of each replica, a number or a tensor. The value of a tensor
+            is not read on the host.
     """
     for node, weight in zip(nodes, weights, strict=True):
         if node and (isinstance(weight, Tensor) or weight == 0):
@@ -208,7 +217,7 @@ def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
 
 
 def _zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:
-    """Return ``gradients`` with NaN replaced by 0 if ``is_empty``. A hook of autograd nodes."""
+    """Return ``gradients``, with NaN replaced by 0 if ``is_empty``, as a hook of a node."""
     return tuple(
         g if g is None else g.masked_fill(is_empty.to(g.device) & g.isnan(), 0) for g in gradients
     )

@@ -8,9 +8,10 @@ samples, and cross entropies.
                    neg  <-  cross entropy
 
 Between the loss and its reductions, terms may only be added up, multiplied by Python numbers, and
-divided by arguments of the call. No value is read from a device, and no user code is run again. The
-graphs of the replicas are followed side by side: they differ only in the number of samples.
-``masked_mean_of`` finds a loss that is a sum of products with a mask, divided by another tensor.
+divided by tensors that are arguments of the function which computes the loss. No value is read from
+a device, and no user code is run again. The graphs of the replicas are followed side by side: they
+differ only in the number of samples. ``masked_mean_of`` recognizes one more kind of loss: entries
+are multiplied by a mask and added up, and the sum is divided by another tensor.
 
 Each replica gets a part of the batch, a chunk. In the part of the graph between the reductions and
 the inputs, ``how_samples_mix`` looks for operators whose result for one sample depends on other
@@ -43,7 +44,7 @@ _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]qu
 """Operators that copy or reshape a tensor, and so do not change the numbers in it."""
 
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
-"""Operators that compute each entry from several entries along a dimension, and keep its size."""
+"""Operators that compute each entry from several entries along a dimension, without reducing it."""
 
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
@@ -58,13 +59,15 @@ class Composition:
     """The terms that add up to a loss: cross entropies, and means or sums over samples.
 
     Attributes:
-        parts: for each cross entropy in the loss, its index among the cross entropies of the call,
-            its factor, and the dotted paths of the arguments that divide it. A dotted path, such as
-            ``batch.mask``, says where the arguments of the call contain a tensor.
-        kinds: a set. It contains ``"mean"`` if the other terms of the loss are means over samples,
-            or ``"sum"`` if they are sums over samples. It is empty if there are no other terms.
-        unclear: why it is not clear that the other terms are all means, or all sums, over samples.
-            It is "" if this is clear.
+        parts: for each cross entropy in the loss, its index among all cross entropies that a
+            replica has computed, its factor, and the dotted paths of the arguments that divide it.
+            A dotted path, such as ``batch.mask``, says where the arguments of the function contain
+            a tensor.
+        kinds: a set for the terms of the loss other than these cross entropies. It contains
+            ``"mean"`` if the terms are means over samples, or ``"sum"`` if they are sums over
+            samples. It is empty if there are no such terms.
+        unclear: why it is not clear that the terms other than these cross entropies are all means
+            over samples, or all sums over samples. It is "" if this is clear.
     """
 
     parts: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
@@ -83,10 +86,12 @@ def composition_of(
     Args:
         losses: the loss that each replica has computed.
         sizes: the number of samples of each replica.
-        counted: the index and the kind (``"mean"`` or ``"sum"``) of each cross entropy in the call.
-            The keys are tuples of its autograd nodes, one for each replica.
-        path_of: a function that gets one tensor from each replica. If these tensors are an argument
-            of the call, it returns the dotted path of this argument, otherwise "".
+        counted: a dict with one entry for each cross entropy that every replica has computed. The
+            key is a tuple of its autograd nodes, one for each replica. The value is its index among
+            the cross entropies, and its kind (``"mean"`` or ``"sum"``).
+        path_of: a function that gets one tensor from each replica. If each tensor is the same
+            argument of its replica, the function returns the dotted path of this argument, such as
+            ``batch.mask``, otherwise "".
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no graph")
@@ -126,7 +131,7 @@ def composition_of(
 
 
 def masked_mean_of(loss: Tensor) -> list[Any]:
-    """Return the division's node, the divisor and the mask of a masked mean.
+    """Return the autograd node of the division, the divisor and the mask of a masked mean.
 
     A masked mean is a loss computed as ``(entries * mask).sum() / divisor``. If ``loss`` is
     computed in another way, return an empty list.
@@ -180,15 +185,19 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
         reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
     if not are_samples:
-        raise UnclearError("the entries it reduces are not in proportion to the chunk sizes")
+        raise UnclearError("it is not clear that the entries it reduces are samples")
     return "mean" if code == 1 else _kind_of_sum(entries)
 
 
 def _kind_of_sum(entries: Any) -> str:
-    """Return what is added up in a sum over ``entries``, the node that computed them.
+    """Return what kind of entries a sum adds up: products, quotients, or others.
 
-    The result is ``"scaled sum"`` for products, ``"divided sum"`` for quotients, or ``"sum"``.
-    Additions, further sums and changes of the shape may follow the products or quotients.
+    The result is ``"scaled sum"`` for products, ``"divided sum"`` for quotients, or else ``"sum"``.
+    Between the products or quotients and the sum, there may be additions, further sums and changes
+    of the shape.
+
+    Args:
+        entries: the autograd node of the operator that computed the entries.
     """
     found = [entries]
     for node in found:
@@ -201,11 +210,11 @@ def _kind_of_sum(entries: Any) -> str:
 
 
 def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divided: bool) -> str:
-    """Return ``"mean"`` or ``"sum"``: what a reduction over samples, times a factor, is.
+    """Return whether a reduction over samples, times a factor, is a ``"mean"`` or a ``"sum"``.
 
     Args:
         name: the reduction, such as ``"mean"`` or ``"scaled sum"``.
-        factors: the factor of the reduction on each replica.
+        factors: the number by which each replica multiplies the reduction.
         sizes: the number of samples of each replica.
         is_divided: whether the reduction is also divided by an argument of the call.
 
@@ -264,9 +273,9 @@ def _saved(node: Any, name: str) -> Any:
 def _is_number(saved: object) -> bool:
     """Return whether a value saved by autograd was a Python number in the user's code.
 
-    Autograd may save such a number as a 0-dim tensor. This tensor is recognized by its dtype, which
-    is never the smallest one (half or int8) and does not determine the dtype of a result. So its
-    sum with a tensor of the smallest dtype would have the smallest dtype.
+    Autograd may save such a number as a 0-dim tensor, whose dtype is never half or int8. Like a
+    Python number, this tensor does not determine the dtype of a result: a floating-point number
+    plus a half tensor gives half, and an integer plus an int8 tensor gives int8.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)
@@ -316,7 +325,7 @@ def _dims_of(node: Any) -> Sequence[int]:
 
 
 def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -> str:
-    """Return how the result for a sample depends on other samples of its chunk, or "" if not.
+    """Return how the result for a sample depends on other samples of its chunk, else "".
 
     The chunk is the part of the batch that a replica has. The result names an operator, such as
     ``"Softmax runs along the samples of each chunk"``. It is "" if the shapes in the autograd

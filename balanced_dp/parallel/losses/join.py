@@ -1,24 +1,26 @@
 """Join the 0-dim outputs of the replicas into the outputs for the whole batch.
 
-The loss l_i of chunk i is the sum of a mean m_i over the n_i samples of the chunk and of cross
-entropies c_ik with factors a_k. The cross entropy c_ik is a mean over t_ik targets. With
-l_i = m_i + sum_k a_k c_ik (see ``graph``), the loss of the batch is
+Replica i computes its loss l_i from chunk i, its part of the batch. This loss is the sum of a mean
+m_i over the n_i samples of the chunk and of cross entropies c_ik with factors a_k. The cross
+entropy c_ik is a mean over t_ik targets. With l_i = m_i + sum_k a_k c_ik (see ``graph``), the loss
+of the batch is
 
     loss = sum_i n_i m_i / sum_i n_i + sum_k a_k sum_i t_ik c_ik / sum_i t_ik.
 
-The values of the c_ik are known, so m_i is computed by subtracting the a_k c_ik from l_i. The m_i,
-and the c_ik, may also be sums, which are added up. Any other part of a loss is averaged with the
-n_i as weights, and one warning is issued.
+The values of the c_ik are known, so m_i is computed by subtracting the a_k c_ik from l_i. Instead
+of means, the m_i or the c_ik may be sums, which are added up over the replicas. If the autograd
+graph does not show that m_i is a mean or a sum over samples, the m_i are averaged with the n_i as
+weights, and one warning is issued.
 
 An exception is the masked mean, ``(entries * mask).sum() / mask.sum()``, in a call with gradients.
-It is weighted by the sum of the mask on each replica. At first, the divisors are compared with
-these sums, to check that they are equal. This ends with a batch in which the masks select some
-entries, but not all of them.
+It is weighted by the sum of the mask on each replica. In the first calls, the divisors are compared
+with these sums, to check that they are equal. The comparisons end with a batch in which the masks
+select some entries, but not all of them.
 
 In a call without gradients, a cross entropy is weighted by the number of its targets. Any other
-output is joined as in the last call with gradients, except that a masked mean is averaged. Before
-the first call with gradients, the value of an output is compared with the values of cross
-entropies, to see whether it is a multiple of one of them.
+output is joined as in the last call with gradients, except that a masked mean is averaged with the
+n_i as weights. If there was no such call yet, or it had other arguments, the value of the output is
+compared with the values of the cross entropies, to see whether it is a multiple of one of them.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ class OutputHistory:
         masked: whether an output is a masked mean, by the function and the dotted path of the
             output. Outputs of which this is not yet known are missing.
         seen: a set with three kinds of entries: each function whose autograd graph was searched,
-            together with whether the split was even; each output that was joined as a number; and
-            the subject of each warning, which is the path of an input or the description of an
-            output.
+            together with whether all chunks had the same size; each output that was joined as a
+            number; and the subject of each warning, which is the path of an input or the
+            description of an output.
     """
 
     losses: dict[Any, tuple[Composition, Any]] = field(default_factory=dict)
@@ -71,15 +73,17 @@ class OutputHistory:
     seen: set[Any] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
-        return OutputHistory, ()  # a copy of the model has its own
+        return OutputHistory, ()  # a copy of the model begins with an empty history
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a function on several devices: its split, and how 0-dim outputs are joined.
+    """One call of a function on several devices: its chunks, and how 0-dim outputs are joined.
+
+    The chunks are the parts of the batch, one for each device.
 
     Attributes:
-        history: the findings of earlier calls of the model.
+        history: what earlier calls of the model have shown about its outputs.
         function: the function that each replica computes.
         devices: the device of each replica.
         chunk_sizes: how many samples each replica has; empty if the batch was not split.
@@ -111,7 +115,8 @@ class Call:
 
         Args:
             outputs: the value of the output on each replica, a 0-dim floating-point tensor.
-            name: the dotted path of the output.
+            name: the dotted path of the output in the result of the function, such as ``loss``, or
+                "" if the output is the whole result.
             device: the device of the result.
         """
         sizes, key = self.chunk_sizes or (1,) * len(outputs), (self._code, name)
@@ -145,10 +150,11 @@ class Call:
     def _counts_of(self, outputs: Tensors, key: Any, device: torch.device) -> list[Tensor]:
         """Return how many entries the mask on each replica selects, if the output is a masked mean.
 
-        Return an empty list for other outputs. At first, calls read the divisors and the masks, and
-        wait for them, to check that each divisor is the number of selected entries. This ends with
-        the first call whose masks select some entries, but not all of them. Earlier calls do not
-        show that the two numbers are always equal.
+        Return an empty list for other outputs. The first calls read the divisors and the masks, and
+        wait for them, to check that each divisor is the number of selected entries. These checks
+        end with the first call in which a divisor is another number, or in which the masks select
+        some entries, but not all of them (and, if all chunks have the same size, not equally many
+        in each chunk). Other calls do not show whether the output is always a masked mean.
         """
         found, known = [*map(masked_mean_of, outputs)], self.history.masked
         masks = [own[-1] for own in found if own]
@@ -175,10 +181,14 @@ class Call:
         return weights
 
     def is_number(self, tensor: Tensor, name: str) -> bool:
-        """Return whether an output of the first replica is a number, and not a row of one sample.
+        """Return whether an output is a single number, and not one row for each sample.
 
-        A 0-dim tensor, or a tensor with one entry for several samples, is a number. An output that
-        was joined as a number in an earlier call is a number for one sample, too.
+        A 0-dim tensor is a number. A tensor with one entry is a number if a chunk of the call has
+        several samples, or if the output was joined as a number in an earlier call.
+
+        Args:
+            tensor: the output of one replica.
+            name: the dotted path of the output.
         """
         is_of_several = max(self.chunk_sizes, default=0) > 1
         has_been = (self._code, name) in self.history.seen
@@ -202,11 +212,11 @@ class Call:
         return loss
 
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
-        """Return the terms of an output that is a multiple of a cross entropy, found by its value.
+        """Return the terms of an output that is a multiple of a cross entropy, by comparing values.
 
-        If the output is no such multiple, the ``Composition`` says that it is unclear. The search
-        waits for the values of the output and of the cross entropies. It is needed because the
-        losses of models in Hugging Face's transformers are such multiples, and a Trainer may
+        If the output is no such multiple, the returned ``Composition`` is marked as unclear. The
+        search waits for the values of the output and of the cross entropies. It is needed because
+        the losses of models in Hugging Face's transformers are such multiples, and a Trainer may
         evaluate before it trains. In inference mode, only the value of an output shows that it is a
         cross entropy.
         """
@@ -223,7 +233,7 @@ class Call:
         return Composition(unclear=_NOT_SHOWN)
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
-        """Return the dotted path of the argument that ``divisors`` are, or "" if there is none.
+        """Return the dotted path of the argument by which replicas divide, or "" if there is none.
 
         Args:
             divisors: the tensor by which each replica divides.
@@ -240,13 +250,13 @@ class Call:
         return [weight_of_chunk(self.loss_weight, self.function, own) for own in self.arguments]
 
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
-        """Warn once that an output, or the whole result, may differ from that of the whole batch.
+        """Warn once that an output, or the result, may differ from its value for the whole batch.
 
         After a warning in a call without gradients, there may be a second warning about the same
         output in a call with gradients, because the reason may be another one.
 
         Args:
-            path: the dotted path of the output; None means the whole result.
+            path: the dotted path of the output; None means the whole result of the function.
             reason: why the output may differ.
             remedy: what the user may do about it.
         """
@@ -263,9 +273,10 @@ class Call:
     def with_joined_losses(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
         """Return the outputs of the replicas, each loss replaced by the loss of the whole batch.
 
-        A loss is an output that is a floating-point (or complex) number. Its value for the whole
-        batch is computed on ``device``, and copied to the device of each replica. Without
-        ``scalar_outputs="auto"``, the outputs are returned as they are.
+        A loss is an output that is a floating-point or complex tensor with a single number for all
+        samples of a replica. Its value for the whole batch is computed on ``device``, and copied to
+        the device of each replica. Without ``scalar_outputs="auto"``, the outputs are returned as
+        they are.
         """
         if self.scalar_outputs != "auto" or len(outputs) < 2:
             return outputs
@@ -284,7 +295,8 @@ class Call:
     def look_for_mixing(self, outputs: Sequence[Any]) -> None:
         """Warn if the result for a sample is computed from other samples of the same chunk.
 
-        The search is done once for chunks of different sizes, and once for chunks of equal size.
+        A chunk is the part of the batch that a replica gets. For each function, the search is done
+        once for chunks of different sizes, and once for chunks of equal size.
         With different sizes, the autograd graphs are searched. With equal sizes, only a cross
         entropy whose targets are the row numbers, as in a contrastive loss, leads to a warning.
         """
@@ -311,7 +323,10 @@ class Call:
 
     @property
     def _code(self) -> Any:
-        """A key for the function: its code object, which stays the same if it is defined again."""
+        """A key for the function: its code object.
+
+        If the function is defined again, as in a loop, the code object stays the same.
+        """
         function = inspect.unwrap(self.function)
         return getattr(function, "__code__", id(function))
 

@@ -1,4 +1,4 @@
-"""Add up or average tensors of several replicas, and get weights from a ``loss_weight``."""
+"""Add up or average tensors of several replicas, and call the user's function ``loss_weight``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...torch_versions import run_at_once
 from ..nested import Arguments, described, named_arguments, parameters
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
-"""How 0-dim outputs are joined, as in ``BalancedDataParallel``."""
+"""How the 0-dim outputs of replicas are joined: an argument of ``BalancedDataParallel``."""
 
 Tensors = Sequence[Tensor]
 """One tensor for each replica."""
@@ -26,7 +26,7 @@ def joined(tensors: Tensors, weights: Sequence[Any] | None, device: torch.device
     """Return the sum or the weighted mean of 0-dim tensors, on ``device``.
 
     Args:
-        tensors: a mean or a sum over each replica's part of the batch. A mean whose weight is 0 is
+        tensors: for each replica, a mean or a sum over its part of the batch. A mean of weight 0 is
             ignored, even if the mean is 0 / 0. If all weights are 0, the result is NaN.
         weights: the weight of each mean, a number or a 0-dim tensor. The host does not read the
             value of a tensor, since it would have to wait for the device. If None, the tensors are
@@ -50,7 +50,7 @@ def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
     there = [tensor.to(device) for tensor in tensors]
     for before, after in zip(tensors, there, strict=True):
         if after is not before and after.grad_fn is not None:
-            # Otherwise, the backward of other replicas would wait for that of the first one.
+            # Otherwise, the backward of other replicas would wait for the first replica's backward.
             run_at_once(after.grad_fn)
     return there
 
