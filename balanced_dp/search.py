@@ -159,7 +159,7 @@ class Search:
         return over
 
     def wanted(self) -> Iterator[Split]:
-        """Yield the split to measure next. Only the first split that is yielded is valid."""
+        """Yield the split to measure next. Take only the first split from this generator."""
         if not self.told:
             yield self.split(self.even)
         values = range(self.even + 1)
@@ -291,10 +291,10 @@ class LoopSearch:
     def tell(
         self, split: Split, peaks: Sequence[float], accumulates: bool = False, record: Any = None
     ) -> None:
-        """Record the peaks of an iteration, unless an earlier iteration was larger.
+        """Record the peaks of an iteration, unless a larger iteration was recorded before.
 
-        Of two iterations, the one whose largest batch has more samples is larger. If these
-        numbers are equal, it is the one whose largest batch has added to existing gradients.
+        Iterations are compared by the number of samples of their largest batch. Of two iterations
+        with the same number, one whose largest batch has added to existing gradients is larger.
 
         Args:
             split: the chunk size of each device for the iteration's largest batch.
@@ -327,7 +327,7 @@ class LoopSearch:
         return any(max(of_split) > min(of_split) * (1 + VARIES) for of_split in peaks)
 
     def ran_out(self, batch_size: int, index: int) -> bool:
-        """Record that a device ran out of memory; return whether this changes the split.
+        """Record that a device ran out of memory. Return whether later batches are split otherwise.
 
         Args:
             batch_size: the number of samples in the batch with which memory ran out.

@@ -50,9 +50,8 @@ def run_and_measure(
         is_module: whether to run a module, as ``python -m`` does.
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
             the most samples that device 0 gets, as in ``Loop``.
-        num_devices: number of devices. If ``capacities`` is given, there is one device for each
-            capacity instead. None means all GPUs if there are two or more, otherwise four emulated
-            devices.
+        num_devices: number of devices. None means all GPUs if there are two or more, otherwise four
+            emulated devices. It is ignored if ``capacities`` is given.
         capacities: capacity of each emulated device in bytes. A device may hold more.
         reserve: bytes of each device to keep free, as in ``tune``.
         steps: the number of training steps after which the script is ended; None means no limit.

@@ -9,8 +9,8 @@ one after the other, because a forward pass usually uses these soon after one an
 Weights are copied on CUDA streams that are used for nothing else. ``Arrivals`` holds the events
 that mark the end of the copy of each bucket. A replica may start to run before all copies are
 complete. So in each of its modules whose parameters are being copied, an ``ArrivingParameters``
-takes the place of the dictionary ``_parameters``. When a parameter is first read from it, the
-current stream waits for the copies of all parameters of this module.
+takes the place of the dictionary ``_parameters``. When the forward pass reads the first parameter
+of a module, the current stream waits for the copies of all parameters of this module.
 
 The home of a parameter is the device that the original parameter is on. If gradients are enabled,
 each bucket has one autograd node for each device that holds copies. The backward of this node runs

@@ -30,7 +30,8 @@ SCHEMA = 5
 RESERVE = 2**30
 """Bytes of each device to keep free by default, for the CUDA context and libraries' workspaces.
 
-Measured on an H200: 821 MiB for the context and the libraries, 65 MiB for cuBLAS's workspaces.
+Measured on an H200: 821 MiB for CUDA's context and its libraries, and another 65 MiB for cuBLAS's
+workspaces.
 """
 
 Mode = Literal["symbolic", "emulated", "real"]
@@ -247,10 +248,9 @@ class Report:
 
     @property
     def even(self) -> Option | None:
-        """The option with the even split and the ``gather`` and ``spread`` of the first option.
+        """The option that differs from the first measured option at most by having the even split.
 
-        Its batch size is also that of the first measured option. None if no such option was
-        measured.
+        Both have the same batch size, ``gather`` and ``spread``. None if there is no such option.
         """
         return self.even_like(self.options[0])
 

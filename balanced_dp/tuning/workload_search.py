@@ -35,9 +35,9 @@ class WorkloadSearch(Search):
     largest: int = 2**16
 
     def wanted(self) -> Iterator[Split]:
-        """Yield the split to measure next. Only the first split that is yielded is valid.
+        """Yield the split to measure next. Take only the first split from this generator.
 
-        The choice of later splits depends on the measurement of the first split.
+        After the measurement, call this method again: the next split depends on the result.
 
         There are three searches. The first finds the best ``gpu0_bsz`` for ``batch_size`` samples.
         The second finds the largest batch that fits with the even split. The third finds the
