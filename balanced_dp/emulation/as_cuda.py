@@ -236,9 +236,10 @@ def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False)
 def location_of(storage: torch.UntypedStorage) -> str | None:
     """Return the location of ``storage``, such as "cuda:0", or None if it is not on "cuda".
 
-    ``torch.save`` calls this function and writes the location into the file. If this function
-    returns None, torch writes the location "cpu", because emulated storages are CPU storages to
-    torch. A file with the location "cpu" can be loaded on any machine.
+    ``torch.save`` calls this function and writes the location into the file. If the emulated
+    devices are not named "cuda", the result is None for their storages, too. Then torch writes the
+    location "cpu", because emulated storages are CPU storages to torch. A file with the location
+    "cpu" can be loaded on any machine.
     """
     machine, allocation = current_machine(), getattr(storage, "_allocation", None)
     if allocation is None or machine.device_type != CUDA:
@@ -249,7 +250,11 @@ def location_of(storage: torch.UntypedStorage) -> str | None:
 def restore(storage: Any, location: str) -> Any:
     """Return a copy of ``storage`` on the emulated device ``location``, such as "cuda:0".
 
-    Return None if ``location`` names no emulated device. ``torch.load`` calls this function.
+    Return None if the device type in ``location`` is not that of the emulated devices.
+    ``torch.load`` calls this function.
+
+    Raises:
+        EmulationError: there is no emulated device with the index in ``location``.
     """
     is_emulated = location.split(":")[0] == current_machine().device_type
     return storage_on_device(storage, location) if is_emulated else None
@@ -359,8 +364,8 @@ def _without_hardware(machine: Machine) -> Patches:
         # Scripts compare CUDA's version, and torchvision compares it with that of its own build.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
-        # The kernels of the fast path of nn.TransformerEncoder hide the memory of intermediate
-        # results, and use nested tensors to skip padding.
+        # The kernels of the fast path of nn.MultiheadAttention and nn.TransformerEncoder hide the
+        # memory of intermediate results, and use nested tensors to skip padding.
         torch.backends.mha: {"get_fastpath_enabled": lambda: False},
     }
 

@@ -1,4 +1,4 @@
-"""Support for ``torch.autocast`` on emulated devices, with the same casts as on CUDA.
+"""Support for ``torch.autocast`` on emulated devices, with CUDA's lists of operators to cast.
 
 Emulated devices have the device type "lazy". ``torch.autocast`` refuses device types that have no
 dispatch key for autocast, and "lazy" has none. But the autocast key of another device type works
@@ -7,7 +7,8 @@ this file registers kernels for that key. These kernels cast the arguments of an
 autograd sees the operator, as torch's own autocast kernels do.
 
 While an ``emulate_devices`` context is open, torch's functions for the autocast state of "lazy" use
-the state of "privateuseone". So code that reads this state, such as activation checkpointing, works
+the state of "privateuseone". If the emulated devices are named "cuda", the functions for the state
+of "cuda" do so, too. So code that reads this state, such as activation checkpointing, works
 unchanged.
 """
 
@@ -49,12 +50,18 @@ _cast_weights = WeakTensorKeyDictionary()
 def patches_of_autocast(device_type: str) -> Patches:
     """Return patches that extend torch's autocast functions to emulated devices.
 
-    Without the argument ``device_type``, these functions mean the device type "cuda", as in torch.
+    Without a device type, ``torch.is_autocast_enabled`` and ``torch.set_autocast_enabled`` mean the
+    device type "cuda", as in torch.
+
+    Args:
+        device_type: the device type that the emulated devices report, "lazy" or "cuda".
     """
     emulated = {DEVICE_TYPE, device_type}
 
     def translated(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(device_type: str = "cuda", *args: Any) -> Any:
+        def call(device_type: str | bool = "cuda", *args: Any) -> Any:
+            if isinstance(device_type, bool):  # set_autocast_enabled(True), as older scripts call
+                device_type, args = "cuda", (device_type,)
             if device_type in emulated:
                 device_type = "privateuseone"
             return function(device_type, *args)
@@ -138,8 +145,9 @@ def _cast(tensor: EmulatedTensor, dtype: torch.dtype) -> torch.Tensor:
 def _to_autocast_dtype(tensor: EmulatedTensor) -> torch.Tensor:
     """Return ``tensor`` cast to the autocast dtype, or unchanged if autocast does not cast it.
 
-    As in torch, a weight (a float32 leaf tensor that requires a gradient) is cast only once in an
-    autocast context, and its cast copy is kept for later calls.
+    As in torch, a weight (a float32 leaf tensor that requires a gradient and is not a view) is cast
+    only once in an autocast context, and its cast copy is kept for later calls. This holds if
+    gradients are enabled, and the cache of autocast is, too.
     """
     dtype = torch.get_autocast_dtype(DEVICE_TYPE)
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()

@@ -56,8 +56,8 @@ class EmulatedDevices(list[torch.device]):
     def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
         """Return the number of bytes copied, for each pair of devices ``(source, target)``.
 
-        Counting starts when the ``emulate_devices`` context is entered. The CPU is one of the
-        devices. Copies within a device are not counted, and pairs without copies are left out.
+        Counting starts when the ``emulate_devices`` context is entered. The CPU counts as a device,
+        too. Copies within a device are not counted, and pairs without copies are left out.
         """
         return self._machine.copied_bytes()
 
@@ -69,11 +69,13 @@ class EmulatedDevices(list[torch.device]):
         Activations are all other results of the forward and backward passes, including those of the
         loss.
 
-        A tensor counts as a parameter if it is an ``nn.Parameter``, or a copy of an
-        ``nn.Parameter`` on another device. A tensor counts as a buffer if it is a buffer of a
-        module that was moved to the device. A tensor counts as a gradient at the latest when the
-        backward pass has accumulated it. A tensor counts as optimizer state when the first ``step``
-        of the optimizer that holds it has ended.
+        A tensor counts as a parameter if it is an ``nn.Parameter`` and an operator has used it, or
+        if it is a copy of an ``nn.Parameter`` on another device.
+
+        A tensor counts as a buffer if it is a buffer of a module that was moved to the device. A
+        tensor counts as a gradient at the latest when the backward pass has accumulated it. A
+        tensor counts as optimizer state when the first ``step`` of the optimizer that holds it has
+        ended.
 
         Raises:
             EmulationError: ``device`` does not exist.
@@ -125,11 +127,11 @@ def emulate_devices(
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.
         EmulationError: another ``emulate_devices`` context is open, or the installed torch lacks a
-            function that the emulation needs.
+            function or class that the emulation needs.
 
     Warns:
-        ResourceWarning: tensors on the devices still exist when the context ends. Using such a
-            tensor later raises ``EmulationError``.
+        ResourceWarning: tensors on the devices still exist when the context ends without an
+            exception. Using such a tensor later raises ``EmulationError``.
 
     Examples:
         >>> with emulate_devices(2, memory="1MiB") as devices:

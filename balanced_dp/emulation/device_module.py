@@ -18,7 +18,10 @@ from .machine import current_machine, has_machine
 Device = torch.device | str | int | None
 
 _initialized = True
-"""``torch.utils.checkpoint`` saves the random number generators' states only if this is true."""
+"""``torch.utils.checkpoint`` saves the states of the devices' generators only if this is true.
+
+The generators are random number generators.
+"""
 
 
 class device:  # in lower case, as torch.cuda.device is
@@ -74,7 +77,7 @@ def reset_peak_memory_stats(device: Device = None) -> None:
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
-    """Return memory statistics of the device, with the keys of ``torch.cuda.memory_stats``."""
+    """Return some of the statistics of ``torch.cuda.memory_stats``, with the same keys."""
     ledger = ledger_of(device)
     counted = ledger.statistics(ledger.peak_bytes)
     stats = {"num_alloc_retries": 0, "num_ooms": ledger.num_ooms}

@@ -168,11 +168,12 @@ def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
 def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
     """Return the label (what the memory is used for) of a copy of ``source`` on ``target``.
 
-    If the running operator makes gradients of leaf tensors, both the copy and ``source`` are
-    labelled as gradients. Otherwise, a copy on another device keeps the label of ``source``, unless
-    this label is provisional (activation or other). If it is provisional, the copy is labelled as a
-    gathered output, except in the backward pass. In the backward pass, the copy has the label of
-    other operators' results, such as activation. A copy on the same device has that label, too.
+    If the running operator makes gradients of leaf tensors, the copy is labelled as a gradient. So
+    is ``source``, if its label is provisional (activation or other). Otherwise, a copy on another
+    device keeps the label of ``source``, unless this label is provisional. If it is provisional,
+    the copy is labelled as a gathered output, except in the backward pass. In the backward pass,
+    the copy has the label of other operators' results, such as activation. A copy on the same
+    device has that label, too.
     """
     label = label_of_results(machine)
     if label is Label.GRADIENT:
@@ -195,7 +196,8 @@ def _add(self: Any, other: Any, **kwargs: Any) -> Any:
     On CUDA, autograd's engine adds gradients in place unless other tensors share their memory. Here
     the engine adds gradients out of place, because they are instances of a tensor subclass. So when
     the engine would add in place on CUDA, the memory of the sum does not count toward the peak
-    while the gradients that were added are still allocated.
+    until the ledger of the device is used again. By then, the engine has usually freed the
+    gradients that were added.
     """
     thread = current_machine().thread
     thread.is_adding_gradients = (

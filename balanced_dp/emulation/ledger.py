@@ -64,7 +64,8 @@ class MemoryBreakdown:
     Attributes:
         now: the bytes allocated now, for each use. Their sum is ``memory_allocated``.
         peak: the bytes that were allocated for each use when the peak of memory was reached. Their
-            sum is ``max_memory_allocated``.
+            sum is ``torch.get_device_module("lazy").max_memory_allocated``. If emulated devices are
+            named "cuda", ``torch.cuda.reset_peak_memory_stats`` does not reset this peak.
     """
 
     now: dict[str, int]

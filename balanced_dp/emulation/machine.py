@@ -247,7 +247,7 @@ def make_current(machine: Machine) -> Iterator[None]:
 def is_emulated(device: torch.device) -> bool:
     """Return whether ``device`` is a device of the open ``emulate_devices`` context.
 
-    Return False if no context is open.
+    Return False if no context is open. Only the type of ``device`` is compared, not the index.
     """
     return has_machine() and device.type == current_machine().device_type
 

@@ -145,7 +145,8 @@ def _no_files() -> Patches:
     """Return patches by which ``torch.save`` and safetensors write no files, but warn.
 
     The patches are for symbolic mode, in which tensors have shapes but no values. Without these
-    patches, saving a tensor that has no values would fail after the file has been emptied.
+    patches, saving a tensor that has no values would fail after the file has been emptied. If
+    ``torch.save`` gets a file object and not a path, it still writes.
     """
     save = torch.save
 

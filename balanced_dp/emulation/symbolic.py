@@ -57,11 +57,15 @@ class SymbolicOperator:
     """A callable that runs one of torch's operators in symbolic mode.
 
     In symbolic mode, tensors may have shapes but no values. If the values of all arguments are
-    known, the operator computes values. If not, it runs on shapes only. Torch computes many shapes
-    in Python, which is slow, and the same shapes occur again in other layers of the model and in
-    later training steps. So the operator runs on shapes once for each combination of tensor layouts
-    (sizes, strides and dtypes) and other arguments. Later calls with an equal combination only
-    create outputs with the same layouts.
+    known, the operator computes values. If not, it runs on shapes only. An operator that reads only
+    the shape of its argument, such as ``zeros_like``, runs on shapes only if its result has a
+    floating-point or complex dtype.
+
+    Torch computes many shapes in Python, which is slow, and the same shapes occur again in other
+    layers of the model and in later training steps. So most operators run on shapes only once for
+    each combination of tensor layouts (sizes, strides and dtypes) and other arguments. Later calls
+    with an equal combination only create outputs with the same layouts. Other operators run on
+    shapes in each call, for example if they return a view of an argument.
     """
 
     __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")
@@ -82,7 +86,7 @@ class SymbolicOperator:
         self.make_outputs: dict[Any, _MakeOutputs] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator, on shapes only if some values are not known.
+        """Run the operator, or only create its outputs, as the docstring of the class says.
 
         Raises:
             SymbolicValueError: the operator needs values that are not known, or would write unknown

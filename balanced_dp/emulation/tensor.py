@@ -153,7 +153,14 @@ class EmulatedTensor(torch.Tensor):
         return self._leaf(self.detach().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle this tensor as a CPU tensor, so that checkpoints load without emulated devices."""
+        """Pickle this tensor as a CPU tensor, so that checkpoints load without emulated devices.
+
+        If emulated devices are named "cuda", ``torch.save`` writes the location "cuda" into the
+        file. So as with CUDA tensors, ``torch.load`` needs ``map_location`` if there is no GPU.
+
+        Raises:
+            SymbolicValueError: the values of this tensor are not known.
+        """
         elem = elem_of(self).detach()
         require_known(elem, "saving it")
         return self._leaf(elem).__reduce_ex__(protocol)
@@ -374,6 +381,7 @@ def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
     Raises:
         EmulationError: ``elem`` has another layout.
+        SymbolicValueError: ``elem`` is a sparse COO tensor whose values are not known.
     """
     if elem.layout is torch.strided:
         return (elem,)
@@ -388,7 +396,8 @@ def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     """Return the CPU or meta tensor that ``tensor`` wraps.
 
-    If ``tensor`` is an ``nn.Parameter``, its memory is labelled as the memory of a parameter.
+    If ``tensor`` is an ``nn.Parameter`` and the label of its memory is activation, other or input,
+    its memory is labelled as the memory of a parameter.
 
     Raises:
         EmulationError: the ``emulate_devices`` context in which ``tensor`` was created has ended.
@@ -397,7 +406,7 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
         fact = f"this tensor was on {tensor.device}, whose emulate_devices context has ended"
         raise EmulationError(f"{fact}; copy results with .cpu() before the context ends")
     if tensor._is_param:
-        set_label(tensor, Label.PARAMETER)
+        set_label(tensor, Label.PARAMETER, (*PROVISIONAL, Label.INPUT))
     return tensor._elem
 
 

@@ -33,7 +33,8 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     the ``Trainer`` of transformers. The replacement of ``nn.DataParallel`` takes the same
     arguments, and ``isinstance`` gives the same results as before. If a script subclasses
     ``nn.DataParallel`` and overrides a method such as ``forward`` or ``scatter``, the subclass is
-    derived from torch's class, not from the replacement.
+    derived from torch's class, not from the replacement. ``Trainer`` is replaced if the script
+    imports it inside the block for the first time, and it stays replaced after the block.
 
     Args:
         loop: the object that splits the batches of all instances of ``BalancedDataParallel``
@@ -41,7 +42,8 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
 
     Yields:
         A list of the places at which the script wraps a model. When the script wraps a model at a
-        new place, the place is appended. Models that a Trainer wraps are not in the list.
+        new place, the place is appended. Models that a Trainer wraps, or that are wrapped with
+        ``device_weights``, are not in the list.
     """
     calls: list[WrappedAt] = []
     initialize = BalancedDataParallel.__init__
@@ -96,9 +98,10 @@ def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
     """Find the module ``transformers.trainer``, and make its ``Trainer`` create balanced trainers.
 
     This function is the ``find_spec`` of a finder in ``sys.meta_path``. It returns None for any
-    other module. After the import, a trainer of a class C is created as an instance of ``class
-    Balanced(BalancedTrainer, C)``, as the report of ``balanced-dp run`` suggests. Trainers of
-    classes that the script itself derives from ``BalancedTrainer`` stay as they are.
+    other module. After the import, a trainer of a class C is created as an instance of a new class
+    of the same name, whose bases are ``BalancedTrainer`` and C. The report of ``balanced-dp run``
+    suggests such a class. Trainers of classes that the script itself derives from
+    ``BalancedTrainer`` stay as they are.
     """
     spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
     if spec is None:

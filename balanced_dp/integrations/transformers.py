@@ -42,7 +42,10 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     """A ``BalancedDataParallel`` that gathers only the outputs that ``Trainer`` needs."""
 
     gathers_loss_only = False
-    """Whether ``gather`` joins only the loss, and leaves out the other outputs."""
+    """Whether ``gather`` joins only the loss, and leaves out the other outputs.
+
+    If an output contains no loss, nothing but key-value caches is left out.
+    """
 
     autocast_dtype: torch.dtype | None = None
     """The dtype of autocast, or None to leave autocast as it is."""
@@ -50,7 +53,8 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model under autocast, and return its outputs converted to float32.
 
-        Accelerate does the same with a model that is not wrapped.
+        Accelerate does the same with a model that is not wrapped. If ``autocast_dtype`` is None,
+        run the model as ``BalancedDataParallel`` does, and convert nothing.
         """
         if self.autocast_dtype is None:
             return super().forward(*inputs, **kwargs)
@@ -64,8 +68,9 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     def _select(self, output: Any) -> Any:
         """Return the part of a replica's output that ``Trainer`` needs.
 
-        This is the loss if ``gathers_loss_only`` is True, and otherwise everything except key-value
-        caches, which ``Trainer`` ignores.
+        If ``gathers_loss_only`` is True, this is the loss: the entry "loss" of a mapping, or the
+        first item of a tuple. Otherwise, and if a mapping has no entry "loss", it is the whole
+        output. But key-value caches, which ``Trainer`` ignores, are left out of a mapping.
         """
         if isinstance(output, Mapping):
             names = [name for name in output if not isinstance(output[name], Cache)]
@@ -80,10 +85,10 @@ class BalancedTrainer(Trainer):
 
     As with ``Trainer``, the number of samples in a batch is ``per_device_train_batch_size`` times
     the number of devices. At most ``gpu0_bsz`` of the samples are on the first device. Loss and
-    gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``. Only
-    the loss of each device is gathered, unless the method ``compute_loss`` is overridden or needs
-    the logits, too. If the Trainer uses the mixed precision ``"bf16"`` or ``"fp16"``, the replicas
-    run under autocast.
+    gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``. In
+    training, and in an evaluation that needs only the loss, only the loss of each device is
+    gathered, unless the method ``compute_loss`` is overridden or needs the logits, too. If the
+    Trainer uses the mixed precision ``"bf16"`` or ``"fp16"``, the replicas run under autocast.
 
     For a subclass ``MyTrainer`` of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer,
     MyTrainer)``. ``MyBalancedTrainer`` takes the arguments of both of its bases.
@@ -109,6 +114,8 @@ class BalancedTrainer(Trainer):
     Raises:
         ArgumentError, ArgumentTypeError: ``device_ids`` or an argument of ``BalancedDataParallel``
             is invalid, or ``device_ids`` is given in a distributed launch or with a ``device_map``.
+            Arguments of ``BalancedDataParallel`` other than ``device_ids`` are not checked before
+            ``Trainer`` first wraps its model, for example when training begins.
     """
 
     model: Any
@@ -181,8 +188,8 @@ class BalancedTrainer(Trainer):
     def _gathering(self, loss_only: bool, methods: set[str]) -> AbstractContextManager[object]:
         """Return a context manager inside which only the loss is gathered, if that is sufficient.
 
-        It is not sufficient if a subclass overrides one of ``methods``, or if the user has given a
-        ``compute_loss_func``.
+        It is not sufficient if ``loss_only`` is False, if a subclass overrides one of ``methods``,
+        or if the user has given a ``compute_loss_func``.
 
         Args:
             loss_only: whether the caller needs only the loss.
@@ -205,8 +212,9 @@ class _Callback(TrainerCallback):
 class _KeepSplit(_Callback):
     """A callback that stores the split found by ``gpu0_bsz="auto"`` in the Trainer's state.
 
-    The split (the number of samples for each device) is stored after each step. It is loaded from
-    the state when training begins.
+    What is stored is the number of samples of the first device in the largest batch so far, with
+    the size of this batch and what else the search for the split needs. It is stored after each
+    step, and loaded from the state when training begins.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

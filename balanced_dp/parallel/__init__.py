@@ -1,5 +1,5 @@
-"""The steps that a ``BalancedDataParallel`` goes through each time it is called.
+"""The steps of each call of a ``BalancedDataParallel`` or a ``BalancedCriterion``.
 
-They scatter the inputs, replicate the module, run the replicas, and gather the outputs or compute
-the loss.
+A call scatters the inputs, replicates the module, runs the replicas, and joins their outputs or
+losses. With ``gather=False``, a ``BalancedDataParallel`` leaves the outputs on their devices.
 """

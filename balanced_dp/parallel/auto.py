@@ -121,9 +121,9 @@ class AutoSplit:
     different splits.
 
     An iteration begins with a forward pass with gradients enabled, and ends with the step of a
-    ``torch.optim.Optimizer``. With gradient accumulation, an iteration contains several calls of
-    the model. The search ignores the very first iteration, which creates the optimizer's state, and
-    the first iteration after each change of the split.
+    ``torch.optim.Optimizer`` that trains the model. With gradient accumulation, an iteration
+    contains several calls of the model. The search ignores the very first iteration, which creates
+    the optimizer's state, and the first iteration after each change of the split.
 
     Attributes:
         search: the search for the best ``gpu0_bsz``.
@@ -280,8 +280,11 @@ def split_policy(
             ignored.
 
     Raises:
-        ArgumentError: an argument is out of its range, or the arguments conflict.
-        ArgumentTypeError: an argument has a wrong type.
+        ArgumentError: an argument is out of its range, or the arguments conflict. With ``"auto"``
+            and several devices, the error is also raised if a device has no memory statistics or is
+            given twice.
+        ArgumentTypeError: an argument has a wrong type, or ``device_weights`` is given together
+            with ``"auto"``.
     """
     if gpu0_bsz == "auto" and device_weights is None:
         return AutoSplit(devices) if len(devices) > 1 else SplitPolicy(None, devices)

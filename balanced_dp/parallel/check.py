@@ -27,7 +27,8 @@ class Difference(NamedTuple):
     """The size of the difference, relative to the result of the whole batch.
 
     It is the largest absolute difference between corresponding entries of the two tensors, divided
-    by the largest absolute value in the tensor of the whole batch.
+    by the largest absolute value in the tensor of the whole batch, or by 1 if that value is 0. It
+    is infinite if the split batch has no such output or gradient, or one of another shape.
     """
     cause: str
     """The likely cause of the difference, and a remedy if one is known."""
@@ -136,7 +137,7 @@ def _relative(found: Tensor | None, expected: Tensor) -> float:
     """Return the largest difference between ``found`` and ``expected``, relative to ``expected``.
 
     It is computed as ``Difference.relative`` says. The result is infinite if the tensors differ in
-    shape, or if ``found`` is None.
+    shape, or if ``found`` is None. Entries that are NaN in both tensors count as equal.
     """
     if found is None or found.shape != expected.shape:
         return math.inf

@@ -13,11 +13,12 @@ takes the place of the dictionary ``_parameters``. When the forward pass reads t
 of a module, the current stream waits for the copies of all parameters of this module.
 
 The home of a parameter is the device that the original parameter is on. If gradients are enabled,
-each bucket has one autograd node for each device that holds copies. The backward of this node runs
-as soon as that device has computed all gradients of the bucket. It copies the gradients to the home
-of the parameters, where autograd adds up the gradients of all devices. The nodes of different
-buckets and devices do not wait for each other. In this picture, the buckets b0 to b3 hold the
-parameters of the layers l0 to l3, and d1 is a device other than their home::
+each bucket has one ``Broadcast`` node in the autograd graph for each device that holds copies. The
+backward of this node runs as soon as that device has computed all gradients of the bucket. It
+copies the gradients to the home of the parameters, where autograd adds up the gradients of all
+devices. The ``Broadcast`` nodes of different buckets and devices do not wait for each other. In
+this picture, the buckets b0 to b3 hold the parameters of the layers l0 to l3, and d1 is a device
+other than their home::
 
     weights       home: b0 b1 b2 b3        one broadcast for each bucket, in the order of use
     forward       d1:      l0 l1 l2 l3     a layer waits for its own bucket
@@ -216,8 +217,9 @@ def copy_to(
     Args:
         devices: the destinations, each given once.
         tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
-        arrivals: if given, the end of each copy is recorded in it as an event, and the caller has
-            to wait for these events. If None, the current streams wait for all copies.
+        arrivals: if given, the end of each copy that is made in pieces is recorded in it as an
+            event, and the caller has to wait for these events. If None, the current streams wait
+            for all copies.
     """
     are_cuda, is_recorded = all(map(is_cuda, devices)), torch.is_grad_enabled()
     copies = {device: list(tensors) for device in devices}

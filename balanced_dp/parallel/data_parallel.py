@@ -2,12 +2,12 @@
 
 A call of a ``BalancedDataParallel`` uses the files of this folder in this order::
 
-    auto.py          split            batch size -> chunk sizes
-    scatter.py       scatter          inputs -> the arguments for each device
-    replicate.py     replicate        module -> a replica on each device
-                     parallel_apply   replicas -> outputs, with one thread for each device
-    gather.py        gather           outputs -> one output; the folder losses/ joins losses
-    per_device.py                     used instead of gather.py if ``gather=False``
+    auto.py             split            batch size -> chunk sizes
+    scatter.py          scatter          inputs -> the arguments for each device
+    replicate.py        replicate        module -> a replica on each device
+    parallel_apply.py   parallel_apply   replicas -> outputs, with one thread for each device
+    gather.py           gather           outputs -> one output; the folder losses/ joins losses
+    per_device.py                        used instead of gather.py if ``gather=False``
 
 The backward pass goes through these steps in reverse. ``Concatenate.backward`` in gather.py sends
 each device its part of the gradient of the output. The file copies.py makes the copies of the
@@ -63,7 +63,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     of ``nn.DataParallel``. This class differs from ``nn.DataParallel`` on purpose in these points:
 
     - Only devices that get samples run the module, so a batch may have fewer samples than there are
-      devices, or no samples at all.
+      devices. A batch without samples runs on the first device.
     - ``device_ids`` may name devices of any type. It may name the same device twice, as in
       ``["cpu", "cpu"]``.
     - If the size of an input tensor along ``dim`` is not the batch size, an error is raised;
@@ -148,9 +148,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``shared_weights()``.
 
     Warns:
-        BalanceWarning: in the cases below. Each warning is issued once for each input or output
-            that it is about. A warning about an output may be issued twice: in a call without
-            gradients, and again in a later call with gradients.
+        BalanceWarning: in the cases below. At most one warning is issued for each input, and at
+            most one for each output. But after a warning about an output in a call without
+            gradients, a call with gradients may issue a second one.
 
             - ``gpu0_bsz`` is not below the first device's number of samples in an even split of the
               first batch.
@@ -164,6 +164,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
               sample, the list should be split instead.
             - An output does not have one row for each sample. Its rows are joined in the order of
               the devices.
+            - An output is a list that may have one entry for each sample, but is joined item by
+              item.
+            - An output is a key-value cache of transformers, and None is returned in its place.
 
     Source:
         The class ``BalancedDataParallel`` of Transformer-XL (Dai et al. 2019,
@@ -284,8 +287,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         call = self._new_call(devices, () if batch_size is None else [batch_size])
         return self._joined([output], call)
 
-    # The following methods are those that nn.DataParallel has for each step of a call. They have
-    # the same signatures, and work on devices of any type.
+    # The methods scatter, replicate, parallel_apply and gather are those that nn.DataParallel has
+    # for the steps of a call. They have the same signatures, and work on devices of any type.
 
     @property
     def _current_call(self) -> Call | None:
@@ -305,7 +308,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         Args:
             inputs: the positional arguments for the whole batch.
             kwargs: the keyword arguments for the whole batch.
-            device_ids: the devices to which the arguments are sent.
+            device_ids: the devices to which the arguments are sent. Outside ``forward``, these must
+                be all devices of the model, or a single device, which gets the whole batch.
 
         Returns:
             A list with the positional arguments for each device, and a list with the keyword
@@ -417,9 +421,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         Call this method once after wrapping a model. The split batch and the whole batch run in
         evaluation mode, with gradients enabled, on a copy of the module. So the parameters,
-        gradients and buffers of the module and the state of random number generators stay as they
-        are. The whole batch runs on ``device_ids[0]``, which also holds the copy of the parameters,
-        so give a small batch.
+        gradients and buffers of the module stay as they are. The states of the random number
+        generators are restored at the end. The whole batch runs on ``device_ids[0]``, which also
+        holds the copy of the parameters, so give a small batch.
 
         Args:
             *inputs: the positional arguments of a call.
@@ -442,8 +446,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         Use it for loops that do not change the weights, such as evaluation and gradient
         accumulation. Step the optimizer after the block. Some changes of weights inside the block
-        do not reach the copies on other devices: writes through ``.data``, and writes that
-        ``module.forward`` makes to frozen weights.
+        do not reach the copies on other devices, and raise no error: writes through ``.data``, and
+        writes to frozen weights, such as those that ``module.forward`` makes.
 
         Raises:
             RuntimeError: on a call, if inside the block a parameter that requires grad was changed,

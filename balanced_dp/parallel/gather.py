@@ -24,8 +24,10 @@ class Gather:
     - Tensors are concatenated along the batch dimension if their shapes differ only in that
       dimension, or if the size of that dimension is the same multiple of the chunk size (the
       replica's number of samples) on every replica. Otherwise they are concatenated along the only
-      dimension whose size is proportional to the chunk size, as for the states of RNNs. Rows are in
-      the order of the devices. A warning is issued unless each sample has exactly one row.
+      dimension whose size is proportional to the chunk size, as for the states of RNNs. If there is
+      no such dimension either, but each replica has one row, they are concatenated along the batch
+      dimension. Rows are in the order of the devices. A warning is issued unless each sample has
+      exactly one row. Any other tensor must be equal on all replicas, and is returned once.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, this dimension is
       restored before the tensors are concatenated.
     - 0-dim tensors, and tensors with one entry for several samples, are joined into one value, or
@@ -34,9 +36,9 @@ class Gather:
     - A list or tuple whose length is the chunk size on every replica has an entry for each sample.
       The entries of all replicas are put into one list or tuple. But if all chunks have the same
       size, the length does not show whether there is an entry for each sample. In this case, tuples
-      are joined item by item. Lists are also joined item by item, with a warning, if they are equal
-      on all replicas, contain a tensor with a batch dimension, or contain only tensors of one
-      element.
+      are joined item by item. Lists are also joined item by item if they are equal on all replicas,
+      contain a tensor with a batch dimension, or contain only tensors of one element. A warning
+      about these lists is issued, unless they have only one item, which is not a dictionary.
     - Other containers are joined item by item: each item of the result is joined from the items
       with the same name or position. A key-value cache of transformers becomes None, with a
       warning. Any other value must be equal on every replica and is returned unchanged.
@@ -47,8 +49,9 @@ class Gather:
             dimension, and says how 0-dim tensors are joined.
 
     Raises:
-        GatherError: the outputs differ in structure, or in a value that is not a tensor; or no
-            single dimension of a tensor holds the samples.
+        GatherError: the outputs differ in structure, or in a value that is not a tensor; no single
+            dimension of a tensor holds the samples; an output has a type that cannot be joined; or
+            all replicas return the same list or dictionary, to which they all write.
     """
 
     device: torch.device

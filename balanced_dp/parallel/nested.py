@@ -37,10 +37,10 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def named_arguments(function: Callable[..., Any], arguments: Arguments) -> list[tuple[str, Any]]:
     """Return the name and value of each argument of a call of ``function``.
 
-    A positional argument has the name of its parameter in ``function``. The arguments that
-    ``function`` collects in ``*args`` have the names ``args.0``, ``args.1`` and so on. If
-    ``function`` has no signature, the positional arguments have the names ``inputs.0``,
-    ``inputs.1`` and so on.
+    A keyword argument has its own name, and a positional argument has the name of its parameter in
+    ``function``. If ``function`` collects further arguments in a parameter such as ``*args``, these
+    have the names ``args.0``, ``args.1`` and so on. If ``function`` has no signature, the
+    positional arguments have the names ``inputs.0``, ``inputs.1`` and so on.
     """
     args, kwargs = arguments
     known = parameters(function).values()
@@ -55,13 +55,17 @@ def check_paths(
 ) -> frozenset[str]:
     """Return ``paths`` as a set, after checking that they name parameters of ``function``.
 
+    Paths that begin with ``inputs`` are always accepted. All paths are accepted if ``function``
+    takes ``**kwargs`` or has no signature.
+
     Args:
         option: the name of the option for which the paths are given, for the error message.
         paths: dotted paths of arguments, such as ``"batch.mask"``, or a single path.
         function: the function that is called with these arguments.
 
     Raises:
-        ArgumentError: a path does not begin with the name of a parameter of ``function``.
+        ArgumentError: a path that is checked does not begin with the name of a parameter of
+            ``function``.
     """
     paths = frozenset([paths] if isinstance(paths, str) else paths)
     names = parameters(function)
@@ -76,7 +80,7 @@ def check_paths(
 
 
 def described(function: Callable[..., Any]) -> str:
-    """Return the name of a function, with the file and line of its definition."""
+    """Return the name of a function, with the file and line of its definition if known."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

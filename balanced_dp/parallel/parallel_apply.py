@@ -104,7 +104,7 @@ def parallel_apply(
 def _state_of_caller(
     devices: Sequence[torch.device],
 ) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
-    """Record torch's state of this thread; return a function that restores it in another thread.
+    """Record torch's state of this thread; return a function that sets this state in any thread.
 
     The function takes a device and returns a context manager. Inside the context, the device is
     the current device, and the thread has the recorded state: grad mode, inference mode, autocast

@@ -120,8 +120,10 @@ class Inputs:
                 every tensor is sent whole to each device.
 
         Raises:
-            ScatterError: the size of a tensor along ``dim`` is not the batch size, or the length of
-                an input named in ``split`` is not a multiple of the batch size.
+            ScatterError: the size of a tensor along ``dim`` is not the batch size; the length of an
+                input named in ``split`` is not a multiple of the batch size; an input has a type or
+                a layout that cannot be split; or a ``Scattered`` has other devices or chunk sizes
+                than the call.
 
         Warns:
             BalanceWarning: a sequence is not split, although it is as long as the batch and may
@@ -220,8 +222,8 @@ class Inputs:
         """Return the part of a tensor that each device gets: its chunk, or the whole tensor."""
         devices, sizes = split
         if not sizes or tensor.dim() == 0 or _is_below(path, self.broadcast):
-            # If several replicas run on one device, all but the first get copies. Otherwise, each
-            # of them would write in place to the same tensor.
+            # If several replicas run on one device, all but the first get copies. Otherwise, if
+            # forward writes in place to the tensor, every replica would write to the same tensor.
             return [move(tensor, d, copy=d in devices[:i]) for i, d in enumerate(devices)]
         lengths = self._lengths(length := self._size(tensor, path), path, sizes)
         if length != sum(lengths):

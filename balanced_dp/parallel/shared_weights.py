@@ -80,7 +80,7 @@ class _Block:
     def __init__(self) -> None:
         self._copies: Copies = {}
         self._streams: dict[torch.device, torch.Stream] = {}
-        """For each device, the stream on which the copies on this device were made."""
+        """For each device, the stream that was current when the copies on it were made."""
         self._versions: dict[torch.Tensor, int | None] = {}
         """The parameters of the first call, each with its version counter if it requires grad."""
 
@@ -133,8 +133,8 @@ def _copied(
         devices: the destinations, each given once.
         parameters: the originals.
         has_gradients: whether the copies are differentiable.
-        arrivals: if given, the end of each copy is recorded in it as an event. If None, the current
-            streams wait for all copies.
+        arrivals: the events to wait for, as in ``copy_to``. If None, the current streams wait for
+            all copies.
     """
     # Calls outside of inference mode could not use tensors that were made in inference mode.
     with torch.inference_mode(False), torch.no_grad():

@@ -218,6 +218,8 @@ def test_mixed_precision_training(devices):
     model = nn.Linear(4, 4).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     weights = [model.weight.tolist()]
+    turn, is_on = torch.set_autocast_enabled, torch.is_autocast_enabled
+    assert [turn(on) or is_on() for on in (True, False)] == [True, False]  # of emulated GPUs
     for dtype, fill in ((torch.bfloat16, 1.0), (torch.float16, torch.inf)):
         with torch.autocast("cuda", dtype):
             assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
