@@ -55,7 +55,7 @@ def resolve_device(device_id: Device) -> torch.device:
     """Return the ``torch.device`` that ``device_id`` refers to.
 
     An int is the index of a device of the type that ``default_device_type`` returns. A string
-    without an index, such as ``"cuda"``, refers to the current device of that type.
+    without an index, such as ``"cuda"``, refers to the current device of the type that it names.
 
     Raises:
         ArgumentError: the device does not exist.

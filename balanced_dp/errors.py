@@ -16,18 +16,21 @@ class BalancedDataParallelError(Exception):
 
 
 class ArgumentError(BalancedDataParallelError, ValueError):
-    """An argument has an invalid value; the message names the argument and the value."""
+    """An argument has an invalid value, is missing, or conflicts with another argument.
+
+    The message names the argument.
+    """
 
 
 class ArgumentTypeError(BalancedDataParallelError, TypeError):
-    """An argument has the wrong type; the message names the argument and the value."""
+    """An argument has the wrong type; the message names the argument and says what it must be."""
 
 
 class ScatterError(BalancedDataParallelError, ValueError):
     """An input of the model cannot be split over the devices.
 
-    The message gives the shape of the input, and its dotted path in the arguments, such as
-    ``batch.mask``.
+    The message gives the dotted path of the input in the arguments, such as ``batch.mask``. If the
+    shape of a tensor is the reason, the message also gives the shape.
     """
 
 
@@ -39,7 +42,11 @@ class GatherError(BalancedDataParallelError, TypeError):
 
 
 class EmulationError(BalancedDataParallelError, RuntimeError):
-    """An emulated device does not exist, or does not support an operation that was called."""
+    """An emulated device does not exist, or does not support an operation or a kind of tensor.
+
+    The error is also raised if ``emulate_devices`` is called inside another ``emulate_devices``
+    block, or if a script spawns processes.
+    """
 
 
 class SymbolicValueError(EmulationError):
@@ -51,7 +58,10 @@ class ProbeError(BalancedDataParallelError, RuntimeError):
 
 
 class InfeasiblePlanError(BalancedDataParallelError, ValueError):
-    """The batch does not fit with any ``gpu0_bsz``; the message says how much memory is lacking."""
+    """The batch does not fit with any measured split; the message says how much memory is lacking.
+
+    A split is the number of samples of each device.
+    """
 
 
 class ReportError(BalancedDataParallelError, ValueError):
@@ -63,7 +73,8 @@ class BalanceWarning(UserWarning):
 
     For example, ``gpu0_bsz`` is not below the even share of the batch (its size divided by the
     number of devices, rounded up), or ``torch.save`` is called with
-    ``emulate_devices(symbolic=True)``, where tensors have no values to save.
+    ``emulate_devices(symbolic=True)``, where tensors have no values to save. The warning is also
+    issued if an input is not split, although it may have an entry for each sample.
     """
 
 

@@ -23,7 +23,10 @@ from typing import Any
 from .split import EQUAL, even_share, split_batch
 
 MAX_SPLITS = 6
-"""How many splits are tried at most in a training loop, or in a search for ``device_weights``."""
+"""A search in a training loop tries no further split after this many, unless all ran out of memory.
+
+A search for ``device_weights`` tries at most this many splits.
+"""
 
 _BISECTED = range(10, 2**16, 2)
 """The numbers of measurements after which a search halves the range that is left.
@@ -32,7 +35,10 @@ After other numbers of measurements, the search follows a line, which may conver
 """
 
 _NUM_COMPARED = 3
-"""If peaks vary, each split is measured in this many training iterations, to compare splits."""
+"""If peaks vary, each split is measured in this many training iterations, to compare splits.
+
+This is done only by a ``LoopSearch`` with ``compares=True``.
+"""
 
 VARIES = 0.01
 """The peaks of iterations with the same split vary if they differ by more than this fraction.
@@ -47,7 +53,7 @@ Split = tuple[int, ...]
 """The chunk size of each device, in the order of the devices."""
 
 _Iteration = tuple[Sequence[float], Any]
-"""The peak bytes of each device in a training iteration, and the record that the caller keeps."""
+"""The peak bytes of each device in a training iteration, and the caller's record of it."""
 
 
 def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
@@ -114,7 +120,8 @@ class Search:
     def best(self) -> int | None:
         """The measured ``gpu0_bsz`` with which the fullest device is least full.
 
-        Of equally good values, it is the largest. It is None if no split has fitted in memory.
+        Of equally good values, it is the largest. It is None if each measured ``gpu0_bsz`` ran out
+        of memory. A value that ran counts even if a device exceeded its budget.
         """
         ran = {value: max(full) for value, full in self._ran().items()}
         limit = min(ran.values(), default=0.0) * (1 + EQUAL)
@@ -198,8 +205,8 @@ class Search:
             close: the result may be too small by at most ``result // close``. By default, it is
                 exact.
             bends_up: whether the excess is a convex function of the number. If it is, then beyond
-                two measured numbers the excess lies above the line through their excesses. So no
-                number beyond the zero of this line is measured.
+                two measured numbers the excess lies above the line through their excesses. So the
+                search ends when all numbers that are left lie beyond the zero of this line.
             start: the number to measure first.
 
         Yields:
@@ -327,7 +334,10 @@ class LoopSearch:
         return any(max(of_split) > min(of_split) * (1 + VARIES) for of_split in peaks)
 
     def ran_out(self, batch_size: int, index: int) -> bool:
-        """Record that a device ran out of memory. Return whether later batches are split otherwise.
+        """Record that a device ran out of memory, and return whether the split has changed.
+
+        The result is whether later batches of ``batch_size`` samples are split in another way than
+        before this call.
 
         Args:
             batch_size: the number of samples in the batch with which memory ran out.

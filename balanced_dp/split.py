@@ -92,9 +92,9 @@ def split_by_weights(
         gpu0_bsz: maximum chunk size of device 0, at least 0; None means no limit.
 
     Raises:
-        ArgumentTypeError: an argument has the wrong type.
-        ArgumentError: an argument is out of range, or ``gpu0_bsz`` leaves samples to devices whose
-            weights are all 0.
+        ArgumentTypeError: ``batch_size`` or ``gpu0_bsz`` is not an integer.
+        ArgumentError: an argument is out of range, ``device_weights`` are not numbers, or
+            ``gpu0_bsz`` leaves samples to devices whose weights are all 0.
 
     Source:
         Largest-remainder (Hamilton's) method, https://en.wikipedia.org/wiki/Quota_method.

@@ -84,13 +84,13 @@ STDOUT = Path("-")
 
 
 def check_outputs(*outputs: Path | None) -> None:
-    """Check that no two outputs of a command go to the same file, and that each can be written.
+    """Check that the outputs of a command go to different places, and that their folders exist.
 
     None stands for an output that the user did not ask for.
 
     Raises:
-        ArgumentError: If two outputs go to the same file, or if the path of an output is a folder
-            or is in a folder that does not exist.
+        ArgumentError: If two outputs go to the same file or to stdout, or if the path of an output
+            is a folder or is in a folder that does not exist.
     """
     places = [path if path == STDOUT else path.resolve() for path in outputs if path is not None]
     for place in places:

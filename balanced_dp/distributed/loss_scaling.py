@@ -18,7 +18,10 @@ from ..errors import ArgumentError
 
 
 class TotalCount:
-    """The number of samples or tokens of all ranks together. ``count_all_ranks`` returns it."""
+    """The number of samples or tokens of all ranks together, which is computed asynchronously.
+
+    ``count_all_ranks`` returns this object.
+    """
 
     def __init__(self, count: float, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -95,7 +98,8 @@ def scale_loss(
             ignored if ``total`` is a result of ``count_all_ranks``, whose group is used instead.
 
     Raises:
-        ArgumentError: ``count`` is higher than ``total``.
+        ArgumentError: ``count`` is higher than ``total``. This is not checked if the ranks add up
+            their counts on a device, because NCCL is the only backend of the group.
         RuntimeError: a rank did not report its count within the group's timeout.
         ValueError: there is no process group.
 

@@ -17,7 +17,7 @@ from ..parallel.nested import leaves, replaced
 from ..split import as_integer, split_batch, split_by_weights
 
 _ORDER = ("num_samples", "shuffle", "seed")
-"""Attributes of a ``BalancedBatchSampler`` that determine the order of the samples."""
+"""Attributes of a ``BalancedBatchSampler`` that, with the epoch, determine the order of samples."""
 
 
 def split_ranks(
@@ -56,8 +56,10 @@ def split_ranks(
     Raises:
         ArgumentError: ``rank0_bsz``, ``weights`` and ``capacities`` are all missing; ``weights``
             and ``capacities`` are both given; the number of weights or capacities is not
-            ``world_size``; or a device has no memory left after ``fixed_bytes``.
-        ArgumentTypeError: an argument has the wrong type.
+            ``world_size``; a device has no memory left after ``fixed_bytes``; an argument is out of
+            range; ``weights`` are not numbers; or ``rank0_bsz`` leaves samples to ranks whose
+            weights are all 0.
+        ArgumentTypeError: an argument other than ``weights`` is not an integer.
         ValueError: ``world_size`` is needed, and there is no process group.
     """
     if weights is not None and capacities is not None:
@@ -117,11 +119,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         drop_last: whether to drop a smaller last batch.
 
     Attributes:
-        epoch: the epoch that the next iteration over the sampler yields, as set by ``set_epoch``.
+        epoch: the epoch that the next iteration over the sampler yields, as set by ``set_epoch`` or
+            ``load_state_dict``. It is 0 at first.
 
     Raises:
         ArgumentError: ``rank`` is out of range, ``chunk_sizes`` does not have one size for each
             rank, or the sum of ``chunk_sizes`` is not ``batch_size``.
+        ArgumentTypeError: ``rank`` is not an integer, or is missing although ``world_size`` is
+            given.
         ValueError: ``world_size`` is not given, and there is no process group.
     """
 

@@ -38,13 +38,15 @@ def convert(
         model: the model to convert.
         device: the device of this rank. The default is the entry of ``model.devices`` whose index
             is torchrun's ``LOCAL_RANK``; without ``LOCAL_RANK``, the index is the global rank. If
-            ``model.device_ids`` is empty, the module stays on its device by default.
+            all entries are the same device, the default is this device. If ``model.device_ids`` is
+            empty, the module stays on its device by default.
         **ddp_arguments: arguments of ``DistributedDataParallel``. Two of them have other defaults
             than in torch: ``gradient_as_bucket_view=True``, which avoids a copy of the gradients,
             and, on an accelerator, ``device_ids=[device]``, which moves inputs to the device.
 
     Raises:
-        ArgumentError: there are more processes than devices.
+        ArgumentError: ``device`` is None, and the local rank (or, without ``LOCAL_RANK``, the
+            global rank) is not an index of ``model.devices``.
         ValueError, RuntimeError: raised by ``DistributedDataParallel``, for example if there is no
             process group or no parameter requires a gradient.
     """

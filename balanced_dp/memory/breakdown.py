@@ -22,8 +22,10 @@ def memory_breakdown(
     The result is a dict by device name, such as ``"cuda:0"``. Each value is a dict from the uses of
     memory, such as ``"parameter"`` or ``"gradient"``, to bytes. The bytes of a device add up to its
     peak memory since the peak was last reset. The peak is reset by ``reset_peak_memory_stats``, by
-    ``MemoryProbe.measure`` when its block begins, and by a ``MemoryLogger`` when it writes a
-    record.
+    ``MemoryProbe.measure`` when its block begins, and by a ``MemoryLogger`` when it is created or
+    writes a record. With ``gpu0_bsz="auto"``, each training iteration resets the peak when it
+    begins, until the search for the best split is over. Devices that do not count their memory,
+    such as the CPU, are left out.
 
     On emulated devices, the bytes are exact. On other devices, ``parameter``, ``buffer``,
     ``gradient`` and ``optimizer state`` count the tensors that exist now, including the copies of
@@ -34,7 +36,8 @@ def memory_breakdown(
     Args:
         model: a ``BalancedDataParallel``, or any other module. The devices of any other module are
             those of its parameters and buffers.
-        optimizer: the optimizer of the parameters, whose state is then listed separately.
+        optimizer: the optimizer of the parameters, whose state is then listed separately. On
+            emulated devices, the state is listed without this argument, too.
 
     Raises:
         ProbeError: no device of the model counts its memory.
@@ -95,7 +98,10 @@ def _num_bytes(tensors: Iterable[Any], device: torch.device | None, seen: set[in
 
 
 def _parts(tensor: Any) -> tuple[torch.Tensor, ...]:
-    """Return the strided tensors that hold the data of ``tensor``, which may be sparse."""
+    """Return the strided tensors that hold the data of ``tensor``, which may be sparse (COO).
+
+    Return an empty tuple for other layouts, lazy parameters and objects that are not tensors.
+    """
     if not isinstance(tensor, torch.Tensor) or nn.parameter.is_lazy(tensor):
         return ()
     if tensor.layout is torch.sparse_coo:

@@ -10,9 +10,9 @@ import torch
 from ..errors import add_note
 
 OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""Texts that mark a ``RuntimeError`` as an out-of-memory error of a library such as cuBLAS.
+"""Texts that mark a ``RuntimeError`` as an out-of-memory error outside of torch's allocator.
 
-Such a library allocates memory without torch's allocator.
+For example, cuBLAS allocates memory without torch's allocator.
 
 Source: the error of the first matrix product on an H100 with 2 MiB of free memory.
 """

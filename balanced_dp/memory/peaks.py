@@ -81,9 +81,9 @@ class MemoryLogger:
     """A logger of the peak memory of each device of a model, and of how much these peaks differ.
 
     A record has one value for each device, with a tag such as ``memory/cuda:0 (gpu:3)/peak_MiB``,
-    where ``gpu:3`` is the device's name in NVML. The value is the maximum memory that tensors have
-    occupied since the last record. The last value of a record, ``memory/imbalance``, is
-    (max - min) / max of these peaks.
+    where ``gpu:3`` is the device's name in NVML. The value is the maximum memory in MiB that
+    tensors have occupied since the last record or, for the first record, since the logger was
+    created. The last value of a record, ``memory/imbalance``, is (max - min) / max of these peaks.
 
     Steps without a record cost nothing. Writing a record does not synchronize the devices, because
     the allocator counts on the host. It resets torch's peak memory statistics of the devices. But
@@ -99,7 +99,7 @@ class MemoryLogger:
         ArgumentError: ``every`` is below 1.
         ArgumentTypeError: ``every`` is not an integer, or ``writer`` neither has ``add_scalar`` nor
             is a function.
-        ProbeError: the model's devices do not count their memory.
+        ProbeError: a device of the model does not count its memory.
 
     Examples:
         >>> with emulate_devices(2) as devices:

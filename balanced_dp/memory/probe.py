@@ -34,7 +34,8 @@ class MemoryProbe:
             accelerators, and the GPUs that NVML lists but torch does not see.
 
     Attributes:
-        devices: the devices, as a list of ``torch.device`` without duplicates.
+        devices: the devices, as a list of ``torch.device`` without duplicates. GPUs that torch does
+            not see are not in it.
         nvml_error: the reason why NVML is not used; None if NVML is used, or if no device needs it.
 
     Raises:
@@ -81,7 +82,8 @@ class MemoryProbe:
     def snapshot(self) -> tuple[DeviceMemory, ...]:
         """Return the current memory of each device, without synchronizing the devices.
 
-        The GPUs that NVML lists but torch does not see come last.
+        If the argument ``devices`` was None, the GPUs that NVML lists but torch does not see come
+        last.
         """
         return (
             *map(self._snapshot_device, self.devices),
@@ -188,8 +190,8 @@ def _sampled_peaks(
     that it has reserved. A last sample is always taken when the block ends.
 
     Yields:
-        A dict from each device to the largest sample so far in bytes, which is a lower bound of the
-        peak of the used memory. It is None for a device if all its queries failed.
+        A dict from each device in ``boards`` to the largest sample so far in bytes, which is a
+        lower bound of the peak of the used memory. It is None if all queries of the device failed.
     """
     peaks: dict[torch.device, int | None] = dict.fromkeys(boards)
     has_ended = threading.Event()

@@ -22,7 +22,8 @@ class DeviceMemory:
         device: torch's name of the device; None for a GPU that NVML lists but torch does not see.
         nvml_index: the index of the GPU in NVML and nvidia-smi.
         mig_index: the index of the MIG slice; None for a whole GPU.
-        uuid: the UUID of nvidia-smi, ``GPU-...`` or ``MIG-...``.
+        uuid: the UUID of nvidia-smi, ``GPU-...`` or ``MIG-...``. If NVML does not know the device,
+            it is torch's UUID, which has no such prefix.
         name: the name of the device.
         total_bytes: the capacity of the device.
         used_bytes: memory of the device that is in use by all processes together.

@@ -21,8 +21,8 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
         argument: the name of the argument in error messages.
 
     Raises:
-        ArgumentError: ``size`` is not a size, or is text that has no unit and means less than 1024
-            bytes.
+        ArgumentError: ``size`` is not a size, or is text that has no unit and means more than 0 but
+            less than 1024 bytes.
     """
     match = _TEXT.fullmatch(str(size))
     if match is None:

@@ -99,8 +99,7 @@ def _fullest(option: Option, report: Report) -> str:
 def option_table(report: Report) -> TextTable:
     """Return a table of the ranked options of a report, the best option first.
 
-    An option is a measured way to train a batch. The report must have at least one option that fits
-    in memory.
+    An option is a measured way to train a batch. The report must have at least one ranked option.
     """
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
@@ -185,7 +184,8 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
 def device_table(report: Report) -> TextTable:
     """Return a table of what each device holds with the best option of a report.
 
-    The table also has the peak of each device with the even split.
+    The table also has the peak of each device with the even split, unless the even split is the
+    best option, ran out of memory or was not measured.
     """
     best, even = report.best, report.even_like(report.best)
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"

@@ -67,7 +67,8 @@ class Loop(AutoSplit):
 
     Attributes:
         last: the measurement of the iteration with the highest peak; None before the first
-            measurement.
+            measurement. If no iteration ended, it is the measurement of everything from the first
+            forward pass in which gradients are enabled to the end of the training loop.
         num_parameters: the number of elements of all parameters of the first optimizer.
         precision: the dtype of autocast as text; None if autocast was not enabled.
     """
@@ -132,7 +133,8 @@ class Loop(AutoSplit):
         """The measurement of each split that was tried with the largest batch so far.
 
         A split is the chunk size (the number of samples) of each device. If a split was measured
-        more than once, it is the measurement with the highest peak.
+        more than once, it is the measurement with the highest peak. If ``gpu0_bsz`` is ``"auto"``,
+        only the latest measurements of each split count: the same number for all splits, at most 3.
         """
         return [option for _, option in self.search.highest.values()]
 

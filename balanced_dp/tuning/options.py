@@ -140,8 +140,8 @@ def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[i
     An option is a measured way to train a batch. Its features (an uneven split, the loss on each
     device, parameters spread over all devices) are listed by ``Option.features``. Each feature of
     the result is also a feature of ``option``. If ``option`` has an uneven split, the result may
-    have another ``gpu0_bsz`` or the even split. The result has ``device_weights`` only if
-    ``option`` has them.
+    have another ``gpu0_bsz`` or the even split, even if ``option`` has ``device_weights``. The
+    result has ``device_weights`` only if ``option`` has them.
 
     Args:
         option: the option that limits the features. It is returned if none of ``options``
@@ -157,7 +157,7 @@ def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[i
 def ranked(
     options: Sequence[Option], batch_size: int, budgets: Sequence[int], goal: Goal
 ) -> list[Option]:
-    """Return the options that fit in memory, the best first, without inferior options.
+    """Return the best of the options that fit in memory, in descending order of merit.
 
     An option is a measured way to train a batch. The options that fit are divided into groups:
     options of the same batch size in a group differ only in ``gpu0_bsz``, or only in
@@ -169,8 +169,8 @@ def ranked(
 
     A considered option is inferior, and left out, if an option that is ranked before it has no
     additional features and is at least as good in three respects. These are the speed, the
-    utilization of the fullest device (rounded to about one percent), and the largest batch that
-    fits. For the goal ``"batch"``, the utilization is not compared.
+    utilization of the fullest device (both rounded to about one percent), and the largest batch
+    that fits. For the goal ``"batch"``, the utilization is not compared.
 
     Args:
         options: the measured options.

@@ -142,7 +142,8 @@ class Report:
             number of samples in its largest batch.
         capacity_bytes: the capacity of each device.
         has_capacity: whether ``capacity_bytes`` were given by the user or reported by accelerators.
-            Otherwise each entry is the highest peak of the even split, rounded up to whole MiB.
+            Otherwise each entry is the highest peak of the even split, rounded up to whole MiB. If
+            the even split was not measured, it is that of the first option.
         reserve_bytes: the bytes of each device to keep free for CUDA's context and for workspaces
             of libraries, which the measured peaks do not include.
         goal: how the options are ranked: ``"speed"``, ``"headroom"`` or ``"batch"``, as in
@@ -189,7 +190,8 @@ class Report:
             options: the measured options, at least one. ``batch_size`` of the report is that of the
                 first option.
             capacities: the capacity of each device in bytes; None means the highest peak of the
-                even split, rounded up to whole MiB.
+                even split, or of the first option if the even split was not measured, rounded up to
+                whole MiB.
             reserve: the bytes of each device to keep free.
             goal: how the options are ranked; None means ``"speed"``, or ``"headroom"`` if
                 ``capacities`` is None.
@@ -223,16 +225,22 @@ class Report:
 
     @property
     def ranked_options(self) -> list[Option]:
-        """The options that fit in memory, the best first, without inferior options.
+        """The best of the options that fit in memory, in descending order of merit.
 
-        An option is inferior if a better one is at least as good in all respects and has no
-        additional features.
+        Of the options for ``batch_size`` samples that differ only in ``gpu0_bsz``, or only in
+        ``device_weights``, there are at most two: the fastest, and the one whose fullest device is
+        the least full. If ``goal`` is ``"batch"``, there is instead the one with the largest batch
+        and, separately, the even split with the largest batch. An option is left out if a better
+        one is at least as good in all respects and has no additional features. See ``ranked``.
         """
         return ranked(self.options, self.batch_size, self.budgets, self.goal)
 
     @property
     def best(self) -> Option:
-        """The best option by ``goal``; if no option fits, the option that is closest to fitting.
+        """The best option by ``goal``; if none is ranked, the option that is closest to fitting.
+
+        No option is ranked if no option for ``batch_size`` samples fits in memory, or, if ``goal``
+        is ``"batch"``, no option at all.
 
         The option that is closest to fitting is chosen among the options for ``batch_size``
         samples. Of the options that did not run out of memory, it is the option whose fullest
@@ -279,11 +287,11 @@ class Report:
     def assignments(self, option: Option) -> list[str]:
         """Return the lines of code that wrap the models of a script for ``option``.
 
-        Each line is a copy of a line of the script in which only the name of the wrapping class
-        and its ``gpu0_bsz`` are replaced. So arguments such as ``dim`` and ``device_ids``, and
-        calls such as ``.to(device)``, stay as they are. If no line of the script is known, the
-        result is a line with an unchanged ``Trainer`` if the script uses one, otherwise
-        ``model = ...``.
+        Each line is a statement of the script, without comments, in which only the name of the
+        wrapping class and its ``gpu0_bsz`` are replaced. So arguments such as ``dim`` and
+        ``device_ids``, and calls such as ``.to(device)``, stay as they are. If no such statement of
+        the script is known, the result is a line with an unchanged ``Trainer`` if the script uses
+        one, otherwise ``model = ...``.
         """
         sources = (place.partition(": ")[2] for place in self.wrapped_at)
         lines = [line for s in sources if (line := _with_gpu0_bsz(s, option.gpu0_bsz))]
@@ -302,7 +310,7 @@ class Report:
     def what_lacks(self) -> str:
         """Return text that says how much memory each device lacks, and which batch would fit.
 
-        Call this only if no option fits. The text describes the option ``best``.
+        Call this only if ``ranked_options`` is empty. The text describes the option ``best``.
         """
         best = self.best
         pairs = enumerate(zip(best.peak_bytes, self.budgets, strict=True))

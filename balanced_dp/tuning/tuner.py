@@ -57,23 +57,27 @@ def tune(
 ) -> Report:
     """Measure training steps of a workload with several splits, and report which split is best.
 
-    A split is the number of samples of each device. The training steps run on the accelerators if
-    there are two or more, otherwise on emulated devices. By default, emulated devices keep the
-    shapes of tensors but no values, so the batch and the model may be larger than the memory of
-    this machine. Nothing is predicted: each split and each batch size in the report was measured.
+    A split is the number of samples of each device. By default, the training steps run on the
+    accelerators if there are enough (two, or the requested number), otherwise on emulated devices.
+    By default, emulated devices keep the shapes of tensors but no values, so the batch and the
+    model may be larger than the memory of this machine. Nothing is predicted: each split and each
+    batch size in the report was measured.
 
     Args:
         workload: what to train: a model with its batches, its loss and its optimizer.
         batch_size: the number of samples in the whole batch.
-        devices: the devices, or the number of devices. By default, there is one device for each
-            entry of ``capacities``. Without ``capacities``, the devices are all accelerators if
-            there are two or more, otherwise four emulated devices.
+        devices: the devices, or the number of devices. If there are fewer accelerators than this
+            number, all devices are emulated. By default, there is one device for each entry of
+            ``capacities``. Without ``capacities``, the devices are all accelerators if there are
+            two or more, otherwise four emulated devices.
         capacities: the capacity of each device in bytes. Emulated devices may hold more. By
             default, the capacity of an accelerator is its total memory. The default capacity of
             each emulated device is the highest peak of the even split, rounded up to whole MiB.
         reserve: the bytes of each device to keep free. The default is 1 GiB, for CUDA's context and
             workspaces of libraries, or 0 if the capacity is the peak of the even split.
-        sweep: values of ``gpu0_bsz`` to measure in addition to those that the search chooses.
+        sweep: values of ``gpu0_bsz`` to measure in addition to those that the search chooses. A
+            value is skipped if it gives a device fewer samples than the model can train on, such as
+            one sample if the model has a batch norm.
         emulate: whether to emulate devices even if there are accelerators.
         symbolic: whether emulated devices keep only the shapes of tensors. Otherwise they compute
             values, which is slower, but necessary for a workload that reads values.
@@ -93,9 +97,11 @@ def tune(
         A report of all measured options.
 
     Raises:
-        ArgumentError: If the batch, the devices or their capacities cannot be used.
-        ArgumentTypeError: If ``workload`` is not a ``Workload``.
-        InfeasiblePlanError: If no measured option fits in memory.
+        ArgumentError: If the batch, the devices, their capacities or the goal cannot be used.
+        ArgumentTypeError: If ``workload`` is not a ``Workload``, or ``batch_size`` or ``reserve``
+            is not an integer.
+        InfeasiblePlanError: If no measured option for ``batch_size`` samples fits in memory. For
+            the goal ``"batch"``, if no measured option of any batch size fits.
         SymbolicValueError: If the workload reads values of tensors, but the emulated devices keep
             only the shapes of tensors.
     """
@@ -185,7 +191,8 @@ class _Run:
         A split is the number of samples of each device. The splits tried are the even split, the
         splits with a ``gpu0_bsz`` in ``swept``, and the splits that ``WorkloadSearch`` chooses. If
         the devices have different budgets (the bytes that each may hold), splits that should fill
-        all devices equally are also tried.
+        all devices equally are also tried. Apart from the even split of the requested batch, no
+        split is tried that gives a device fewer samples than the model can train on.
 
         Args:
             report: the report with the budgets and the mode of the devices.

@@ -72,8 +72,10 @@ def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) ->
     """Return the chunk sizes with which all devices are estimated to be equally full.
 
     The estimate assumes that the utilization of a device (its peak divided by its budget) is a
-    linear function of its chunk size. The line goes through the two latest measurements of the
-    device with different chunk sizes, or through the origin and its only measurement.
+    linear function of its chunk size. The line goes through the measurements of two chunk sizes of
+    the device: of its chunk sizes above 0, the two that were the last to be measured for the first
+    time. If there is only one chunk size, the line goes through the origin and its measurement.
+    Measurements in which a device ran out of memory are not used.
 
     Args:
         told: a dict from the chunk sizes of each measurement to the utilization of each device, in

@@ -35,10 +35,11 @@ class Counted:
     Attributes:
         kind: the reduction over the targets, ``"mean"`` or ``"sum"``.
         count: the number of targets that are not ignored or, with class weights, the sum of the
-            weights of these targets; a number or a 0-dim tensor.
+            weights of these targets; a number or a 0-dim tensor. If the targets are class
+            probabilities, it is the number of all targets, even with class weights.
         target: the targets if the input has as many classes as rows, else None.
         value: a copy of the cross entropy that is attached to its autograd graph.
-        node: the autograd node that computed the value, or None without gradients.
+        node: the autograd node that computed the cross entropy, or None without gradients.
         result: the tensor that was returned to the replica's ``forward``, detached from its
             autograd graph, but with the same storage.
         version: the version counter of ``result`` when it was returned. Each in-place write to the
@@ -149,8 +150,8 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a replacement for a cross entropy function of torch that also counts targets.
 
-    The replacement computes the same value, except that a mean over no targets is 0. It saves the
-    same tensors for backward.
+    The replacement computes the same value, except that a mean over no targets is 0 if it is
+    recorded for a replica. It saves the same tensors for backward.
     """
 
     @functools.wraps(function)

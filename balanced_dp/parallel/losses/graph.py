@@ -44,7 +44,7 @@ _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]qu
 """Operators that copy or reshape a tensor, and so do not change the numbers in it."""
 
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
-"""Operators that compute each entry from several entries along a dimension, without reducing it."""
+"""Operators that compute each entry from other entries along a dimension, and keep its size."""
 
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
@@ -61,11 +61,13 @@ class Composition:
     Attributes:
         parts: for each cross entropy in the loss, its index among all cross entropies that a
             replica has computed, its factor, and the dotted paths of the arguments that divide it.
-            A dotted path, such as ``batch.mask``, says where the arguments of the function contain
-            a tensor.
+            A dotted path, such as ``1.batch.mask``, says where the pair of the positional and the
+            keyword arguments of the function contains a tensor. A summed cross entropy that is
+            divided by the number of samples is not in this list: it is a mean over samples.
         kinds: a set for the terms of the loss other than these cross entropies. It contains
             ``"mean"`` if the terms are means over samples, or ``"sum"`` if they are sums over
-            samples. It is empty if there are no such terms.
+            samples. It is empty if there are no such terms. If ``unclear`` is not "", ``kinds``
+            does not say what the terms are.
         unclear: why it is not clear that the terms other than these cross entropies are all means
             over samples, or all sums over samples. It is "" if this is clear.
     """
@@ -81,7 +83,9 @@ def composition_of(
     counted: Mapping[Any, tuple[int, str]],
     path_of: Callable[[Sequence[Any]], str],
 ) -> Composition:
-    """Return the terms that add up to a loss. Terms without an autograd graph are left out.
+    """Return the terms that add up to a loss.
+
+    Terms without an autograd graph, and terms that are multiplied by 0, are left out.
 
     Args:
         losses: the loss that each replica has computed.
@@ -89,9 +93,9 @@ def composition_of(
         counted: a dict with one entry for each cross entropy that every replica has computed. The
             key is a tuple of its autograd nodes, one for each replica. The value is its index among
             the cross entropies, and its kind (``"mean"`` or ``"sum"``).
-        path_of: a function that gets one tensor from each replica. If each tensor is the same
-            argument of its replica, the function returns the dotted path of this argument, such as
-            ``batch.mask``, otherwise "".
+        path_of: a function that gets one object from each replica: the divisor of a division, or
+            None. If each object is a tensor that is the same argument of its replica, the function
+            returns the dotted path of this argument, such as ``1.batch.mask``, otherwise "".
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no graph")
@@ -156,14 +160,15 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     """Return which reduction over samples an operator is, or "" if it is no mean or sum.
 
     The result is ``"mean"``, ``"sum"``, ``"scaled sum"`` for a sum of products, or ``"divided
-    sum"`` for a sum of quotients.
+    sum"`` for a sum of quotients. It is "" for a cross entropy, too, because the number of its
+    targets is unknown here.
 
     Args:
         nodes: the autograd node of the operator on each replica.
         sizes: the number of samples of each replica.
 
     Raises:
-        UnclearError: the operator reduces something other than samples, or the replicas have used
+        UnclearError: it is not clear that the operator reduces samples, or the replicas have used
             different operators.
     """
     if len({node and (node.name(), len(node.next_functions)) for node in nodes}) > 1:
@@ -219,7 +224,8 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
         is_divided: whether the reduction is also divided by an argument of the call.
 
     Raises:
-        UnclearError: the factors differ between replicas, or may contain the number of samples.
+        UnclearError: the reduction may be multiplied or divided by a number that depends on the
+            chunk.
     """
     is_even, is_constant = len({*sizes}) == 1, are_equal(factors)
     products = [factor * n for factor, n in zip(factors, sizes, strict=True)]
@@ -271,7 +277,7 @@ def _saved(node: Any, name: str) -> Any:
 
 
 def _is_number(saved: object) -> bool:
-    """Return whether a value saved by autograd was a Python number in the user's code.
+    """Return whether a value saved by autograd was a real Python number in the user's code.
 
     Autograd may save such a number as a 0-dim tensor, whose dtype is never half or int8. Like a
     Python number, this tensor does not determine the dtype of a result: a floating-point number

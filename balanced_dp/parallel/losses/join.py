@@ -15,12 +15,13 @@ weights, and one warning is issued.
 An exception is the masked mean, ``(entries * mask).sum() / mask.sum()``, in a call with gradients.
 It is weighted by the sum of the mask on each replica. In the first calls, the divisors are compared
 with these sums, to check that they are equal. The comparisons end with a batch in which the masks
-select some entries, but not all of them.
+select some entries, but not all of them, or in which a divisor and its sum differ.
 
 In a call without gradients, a cross entropy is weighted by the number of its targets. Any other
 output is joined as in the last call with gradients, except that a masked mean is averaged with the
-n_i as weights. If there was no such call yet, or it had other arguments, the value of the output is
-compared with the values of the cross entropies, to see whether it is a multiple of one of them.
+n_i as weights, and a warning is issued. If there was no such call yet, or it had other arguments or
+another number of cross entropies, the value of the output is compared with the values of the cross
+entropies, to see whether it is a multiple of one of them. If not, it is averaged with a warning.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class OutputHistory:
         losses: what the last call with gradients has shown about each output. The key is the
             function and the dotted path of the output. The value is the terms that add up to the
             output, and the form of that call: the number of its cross entropies, and the dotted
-            paths of its arguments.
+            paths of its arguments that were not None.
         masked: whether an output is a masked mean, by the function and the dotted path of the
             output. Outputs of which this is not yet known are missing.
         seen: a set with three kinds of entries: each function whose autograd graph was searched,
@@ -111,10 +112,13 @@ class Call:
 
         The result is differentiable. The weight of each replica comes from ``loss_weight``, from
         the number of targets of a cross entropy, or from the autograd graph. If none of these gives
-        weights, the weights are the chunk sizes, and a warning is issued if the graph was searched.
+        weights, the weights are the chunk sizes. A warning is then issued, unless the cross
+        entropies of the call are not counted (as with ``scalar_outputs="mean"``), or the devices
+        compute no values.
 
         Args:
-            outputs: the value of the output on each replica, a 0-dim floating-point tensor.
+            outputs: the value of the output on each replica, a 0-dim floating-point or complex
+                tensor.
             name: the dotted path of the output in the result of the function, such as ``loss``, or
                 "" if the output is the whole result.
             device: the device of the result.
@@ -150,11 +154,16 @@ class Call:
     def _counts_of(self, outputs: Tensors, key: Any, device: torch.device) -> list[Tensor]:
         """Return how many entries the mask on each replica selects, if the output is a masked mean.
 
-        Return an empty list for other outputs. The first calls read the divisors and the masks, and
-        wait for them, to check that each divisor is the number of selected entries. These checks
-        end with the first call in which a divisor is another number, or in which the masks select
-        some entries, but not all of them (and, if all chunks have the same size, not equally many
-        in each chunk). Other calls do not show whether the output is always a masked mean.
+        If no mask selects an entry, return 1 for each replica. Return an empty list for other
+        outputs.
+
+        The first calls read the divisors and the masks, and wait for them, to check that each
+        divisor is the number of selected entries. These checks end with the first call in which a
+        divisor is another number, or in which the masks select some entries, but not all of them
+        (and, if all chunks have the same size, not equally many in each chunk). Other calls do not
+        show whether the output is always a masked mean. Until the checks end, the list is also
+        empty if no chunk has several samples, or if all chunks have the same size and the masks
+        select some entries, but not all, and equally many in each chunk.
         """
         found, known = [*map(masked_mean_of, outputs)], self.history.masked
         masks = [own[-1] for own in found if own]
@@ -214,7 +223,8 @@ class Call:
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
         """Return the terms of an output that is a multiple of a cross entropy, by comparing values.
 
-        If the output is no such multiple, the returned ``Composition`` is marked as unclear. The
+        If the output is no such multiple, the returned ``Composition`` is marked as unclear. So is
+        a multiple of a summed cross entropy, unless the sum is divided by 1 or by an argument. The
         search waits for the values of the output and of the cross entropies. It is needed because
         the losses of models in Hugging Face's transformers are such multiples, and a Trainer may
         evaluate before it trains. In inference mode, only the value of an output shows that it is a
@@ -236,7 +246,8 @@ class Call:
         """Return the dotted path of the argument by which replicas divide, or "" if there is none.
 
         Args:
-            divisors: the tensor by which each replica divides.
+            divisors: the tensor by which each replica divides. If it is a number or None, there is
+                no such argument.
         """
         rows = zip(*map(nested.leaves, self.arguments), strict=False)
         same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
@@ -275,8 +286,8 @@ class Call:
 
         A loss is an output that is a floating-point or complex tensor with a single number for all
         samples of a replica. Its value for the whole batch is computed on ``device``, and copied to
-        the device of each replica. Without ``scalar_outputs="auto"``, the outputs are returned as
-        they are.
+        the device of each replica. Without ``scalar_outputs="auto"``, or with a single replica, the
+        outputs are returned as they are.
         """
         if self.scalar_outputs != "auto" or len(outputs) < 2:
             return outputs
@@ -296,7 +307,8 @@ class Call:
         """Warn if the result for a sample is computed from other samples of the same chunk.
 
         A chunk is the part of the batch that a replica gets. For each function, the search is done
-        once for chunks of different sizes, and once for chunks of equal size.
+        once for chunks of different sizes, and once for chunks of equal size. Calls in which no
+        output has an autograd graph are not searched.
         With different sizes, the autograd graphs are searched. With equal sizes, only a cross
         entropy whose targets are the row numbers, as in a contrastive loss, leads to a warning.
         """
@@ -323,7 +335,7 @@ class Call:
 
     @property
     def _code(self) -> Any:
-        """A key for the function: its code object.
+        """A key for the function: its code object, or its ``id`` if it has no code object.
 
         If the function is defined again, as in a loop, the code object stays the same.
         """
@@ -348,7 +360,7 @@ def _is_count(divisor: Tensor, mask: Tensor) -> bool:
 
 
 def _is_same(divisor: Any, argument: Any) -> bool:
-    """Return whether ``divisor`` and ``argument`` are tensors of one entry with the same memory.
+    """Return whether two tensors have the same memory, and ``argument`` has one entry.
 
     Their values are not compared, because reading them would wait for a device.
     """

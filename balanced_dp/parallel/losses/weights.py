@@ -81,13 +81,14 @@ def weight_of_chunk(
 
     Args:
         loss_weight: the function that returns the weight. Each of its parameters gets the argument
-            of ``function`` that has the name of this parameter.
+            of ``function`` that has the name of this parameter. If the call has no such argument,
+            the parameter keeps its default.
         function: the function that computes the losses.
         arguments: the arguments of ``function`` for the chunk.
 
     Raises:
         ArgumentError: the call of ``function`` lacks an argument that ``loss_weight`` needs, or a
-            weight is not a number of at least 0.
+            weight is neither a finite number of at least 0 nor a tensor of one element.
     """
     named = dict(named_arguments(function, arguments))
     names = [n for n, p in parameters(loss_weight).items() if n in named or p.default is p.empty]
