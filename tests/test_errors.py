@@ -54,7 +54,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: split_batch(8, True, 2), TYPE, "num_devices must be an integer, got True"),
     *(
         (partial(split_by_weights, 8, weights), VALUE, f"at least 0, not all 0, got {weights}")
-        for weights in ([0, 0], [], [1, -1], [1, math.nan], [1, math.inf], [1, "two"], [1, None])
+        for weights in ([0, 0], [], [1, -1], [1, math.nan], [1, math.inf], [1, "two"], 5, None)
     ),
     (lambda: split_by_weights(8, [1, 0], 3), VALUE, "gpu0_bsz=3 leaves 5 samples to dev"),
     (lambda: split_by_weights(8, [1, 1], -1), VALUE, "gpu0_bsz must be at least 0, got -1"),
@@ -67,6 +67,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: scale_loss(torch.ones(()), 2), ValueError, "call init_process_group"),
     (lambda: sampler(world_size=None, rank=None), ValueError, "call init_process_group"),
     (lambda: sampler(rank=-1), VALUE, "rank must be from 0 to 1, got -1"),
+    (lambda: sampler(batch_size=0), VALUE, "batch_size must be at least 1, got 0"),
+    (lambda: sampler(chunk_sizes=(5, -1)), VALUE, "a chunk size must be at least 0, got -1"),
     (lambda: sampler(chunk_sizes=(4,)), VALUE, "2 sizes, one for each rank, with"),
     (lambda: sampler(chunk_sizes=(1, 2)), VALUE, "sum batch_size=4, got 2 sizes with the sum 3"),
     *(

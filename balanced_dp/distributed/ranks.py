@@ -123,10 +123,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             ``load_state_dict``. It is 0 at first.
 
     Raises:
-        ArgumentError: ``rank`` is out of range, ``chunk_sizes`` does not have one size for each
+        ArgumentError: a number is out of range, ``chunk_sizes`` does not have one size for each
             rank, or the sum of ``chunk_sizes`` is not ``batch_size``.
-        ArgumentTypeError: ``rank`` is not an integer, or is missing although ``world_size`` is
-            given.
+        ArgumentTypeError: ``batch_size``, a chunk size or ``rank`` is not an integer, or ``rank``
+            is missing although ``world_size`` is given.
         ValueError: ``world_size`` is not given, and there is no process group.
     """
 
@@ -148,8 +148,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.world_size = world_size
         self.rank = as_integer("rank", rank)
         self.num_samples = len(dataset)
-        self.batch_size = batch_size
-        self.chunk_sizes = tuple(chunk_sizes)
+        self.batch_size = as_integer("batch_size", batch_size, minimum=1)
+        self.chunk_sizes = tuple(as_integer("a chunk size", n, 0) for n in chunk_sizes)
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
