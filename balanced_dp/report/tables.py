@@ -154,7 +154,7 @@ def summary(report: Report) -> Iterator[str]:
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
     if not report.is_script and not all(option.gather for option in report.ranked_options):
-        yield "Put all from outputs to loss into BalancedCriterion, even reshapes: docs/loss.md."
+        yield "Give BalancedCriterion all steps from outputs to loss, reshapes too: docs/loss.md."
     if report.is_trainer:
         yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
     # If forward returns the loss, as with BalancedTrainer in training, little is gathered.
