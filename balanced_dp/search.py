@@ -153,7 +153,7 @@ class Search:
         return {value: full for value, full in self._values().items() if max(full) < math.inf}
 
     def _over(self) -> dict[int, float]:
-        """Return a dict from each measured ``gpu0_bsz`` to the excess of device 0 over the others.
+        """Return how much fuller device 0 is than the others, in a dict by measured ``gpu0_bsz``.
 
         The excess is the utilization of device 0 minus the highest utilization of the others.
         """

@@ -138,7 +138,7 @@ def _place(call: WrappedAt) -> str:
 
 
 def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
-    """Return a sentence that says why no splits to compare were measured while the script ran."""
+    """Return a sentence that says why the run of a script gave no measurements to compare."""
     if loop.last is None:
         return "Nothing was measured: the script ran no forward pass with gradients."
     if len(loop.devices) < 2:

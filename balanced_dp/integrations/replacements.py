@@ -31,7 +31,7 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
 
     They take the place of ``nn.DataParallel``, of the function ``nn.parallel.data_parallel`` and of
     the ``Trainer`` of transformers. The replacement of ``nn.DataParallel`` takes the same
-    arguments, and ``isinstance`` gives the same results as before. If a script subclasses
+    arguments, and ``isinstance(model, nn.DataParallel)`` is still true. If a script subclasses
     ``nn.DataParallel`` and overrides a method such as ``forward`` or ``scatter``, the subclass is
     derived from torch's class, not from the replacement. ``Trainer`` is replaced if the script
     imports it inside the block for the first time, and it stays replaced after the block.

@@ -182,7 +182,7 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
 
 
 def device_table(report: Report) -> TextTable:
-    """Return a table of what each device holds with the best option of a report.
+    """Return a table of the memory that each device holds, if the report's best option is used.
 
     The table also has the peak of each device with the even split, unless the even split is the
     best option, ran out of memory or was not measured.

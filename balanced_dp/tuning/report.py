@@ -289,9 +289,9 @@ class Report:
 
         Each line is a statement of the script, without comments, in which only the name of the
         wrapping class and its ``gpu0_bsz`` are replaced. So arguments such as ``dim`` and
-        ``device_ids``, and calls such as ``.to(device)``, stay as they are. If no such statement of
-        the script is known, the result is a line with an unchanged ``Trainer`` if the script uses
-        one, otherwise ``model = ...``.
+        ``device_ids``, and calls such as ``.to(device)``, stay as they are. If no such statement is
+        known, the result is ``trainer = Trainer(...)  # unchanged`` for a script with a
+        ``Trainer``, and ``model = ...`` for another script.
         """
         sources = (place.partition(": ")[2] for place in self.wrapped_at)
         lines = [line for s in sources if (line := _with_gpu0_bsz(s, option.gpu0_bsz))]

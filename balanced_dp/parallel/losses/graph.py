@@ -277,7 +277,7 @@ def _saved(node: Any, name: str) -> Any:
 
 
 def _is_number(saved: object) -> bool:
-    """Return whether a value saved by autograd was a real Python number in the user's code.
+    """Return whether a value saved by autograd was a Python int or float in the user's code.
 
     Autograd may save such a number as a 0-dim tensor, whose dtype is never half or int8. Like a
     Python number, this tensor does not determine the dtype of a result: a floating-point number
