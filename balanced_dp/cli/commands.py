@@ -85,10 +85,10 @@ def run(
 ) -> None:
     """Run a training script, and show which gpu0_bsz is best for it.
 
-    Runs on all GPUs of this machine if it has two or more, otherwise on emulated GPUs that the
-    script sees as CUDA devices. Emulated GPUs may hold more than --memory. nn.DataParallel becomes
-    BalancedDataParallel. If the script uses BalancedDataParallel itself, --gpu0-bsz applies to it,
-    too. Only the script writes to stdout.
+    Runs on all GPUs of this machine if it has two or more, otherwise, and with --memory, on
+    emulated GPUs that the script sees as CUDA devices. Emulated GPUs may hold more than --memory.
+    nn.DataParallel becomes BalancedDataParallel. If the script uses BalancedDataParallel itself,
+    --gpu0-bsz applies to it, too. Only the script writes to stdout.
     """
     from . import console
     from .run import run_and_measure

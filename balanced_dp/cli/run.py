@@ -13,7 +13,6 @@ from typing import Literal
 
 from ..emulation.fallback import accelerators, training_devices
 from ..emulation.machine import current_machine
-from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
 from ..memory.peaks import capacities_of
 from ..report.tables import Part, use_table
@@ -52,7 +51,8 @@ def run_and_measure(
             the most samples that device 0 gets, as in ``Loop``.
         num_devices: number of devices. None means all GPUs if there are two or more, otherwise four
             emulated devices. It is ignored if ``capacities`` is given.
-        capacities: capacity of each emulated device in bytes. A device may hold more.
+        capacities: capacity of each emulated device in bytes. A device may hold more. If this is
+            given, the devices are emulated even if there are GPUs.
         reserve: bytes of each device to keep free, as in ``tune``.
         steps: the number of training steps after which the script is ended; None means no limit.
         symbolic: whether emulated devices keep the shapes of tensors but no values.
@@ -64,14 +64,12 @@ def run_and_measure(
         and tables to print if there is no report.
 
     Raises:
-        ArgumentError: ``capacities`` is given, but the devices are not emulated; or the
-            capacity of a device is not larger than ``reserve``; or an argument is out of its range.
+        ArgumentError: the capacity of a device is not larger than ``reserve``, or an argument is
+            out of its range.
     """
     num = num_devices if capacities is None else len(capacities)
-    found = accelerators(num, emulate)
+    found = accelerators(num, emulate or capacities is not None)
     if found:
-        if capacities is not None:
-            raise ArgumentError("--memory is for emulated devices; omit it, or add --emulate")
         capacities = capacities_of(found)
     reserve = checked_reserve(reserve, capacities)
     with (
@@ -102,6 +100,9 @@ def run_and_measure(
         if exit_code == 1 and tried and tried[0] < even_share(sum(tried), len(tried)):
             fact = f"The script failed after a call in chunks of {tried}"
             notes += (f"{fact}. To rule out the split as the cause, try --gpu0-bsz even.",)
+        if exit_code == 1 and found:
+            where = f"--memory {min(capacities_of(found)) >> 20}MiB --symbolic --steps 14"
+            notes += (f"If a GPU ran out of memory, search on emulated GPUs: add {where}.",)
         if loop.options:
             budgets = loop.budgets  # in the order of the model's devices
             report = Report.of(
