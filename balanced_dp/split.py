@@ -106,7 +106,7 @@ def split_by_weights(
         weights = []
     if not any(weights) or min(weights) < 0:
         fact = "device_weights must be finite numbers of at least 0, not all 0"
-        raise ArgumentError(f"{fact}, got {device_weights}")
+        raise ArgumentError(f"{fact}, got {device_weights!r}")
     *others, first = _largest_remainders(batch_size, [*weights[1:], weights[0]])
     limit = first if gpu0_bsz is None else as_integer("gpu0_bsz", gpu0_bsz, minimum=0)
     if first <= limit or len(weights) == 1:

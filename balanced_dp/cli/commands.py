@@ -104,7 +104,7 @@ def run(
         is_module=is_module,
         gpu0_bsz=arguments.parse_gpu0_bsz(gpu0_bsz),
         num_devices=num_devices,
-        capacities=arguments.parse_capacities(memory, num_devices, emulate or symbolic),
+        capacities=arguments.parse_capacities(memory, num_devices, emulate),
         reserve=arguments.parse_reserve(reserve),
         steps=steps,
         symbolic=symbolic,

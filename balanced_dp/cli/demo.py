@@ -84,7 +84,7 @@ def run_demo(
             options = {"num_steps": steps, "on_loss": on_loss}
             measured = measure_step(_workload(), BATCH_SIZE, gpu0_bsz, used, **options)
         if measured.out_of_memory:
-            raise ArgumentError(f"{name!r} does not fit in memory: {measured.out_of_memory}")
+            raise ArgumentError(f"the run {name!r} does not fit: {measured.out_of_memory}")
         runs.append(DemoRun(name, measured, losses))
     return report, runs
 

@@ -14,6 +14,7 @@ from typing import Literal
 from ..emulation.fallback import accelerators, training_devices
 from ..emulation.machine import current_machine
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
+from ..memory.out_of_memory import num_ooms
 from ..memory.peaks import capacities_of
 from ..report.tables import Part, use_table
 from ..split import even_share
@@ -100,9 +101,10 @@ def run_and_measure(
         if exit_code == 1 and tried and tried[0] < even_share(sum(tried), len(tried)):
             fact = f"The script failed after a call in chunks of {tried}"
             notes += (f"{fact}. To rule out the split as the cause, try --gpu0-bsz even.",)
-        if exit_code == 1 and found:
-            where = f"--memory {min(capacities_of(found)) >> 20}MiB --symbolic --steps 14"
-            notes += (f"If a GPU ran out of memory, search on emulated GPUs: add {where}.",)
+        if exit_code == 1 and found and any(num_ooms(found)):
+            sizes = ",".join(f"{size >> 20}MiB" for size in capacities_of(found))
+            advice = f"to search without them, add --memory {sizes} --symbolic --steps 14"
+            notes += (f"GPUs ran out of memory; {advice}.",)
         if loop.options:
             budgets = loop.budgets  # in the order of the model's devices
             report = Report.of(
@@ -129,10 +131,13 @@ def _place(call: WrappedAt) -> str:
     filename, line_number = call
     source = linecache.getline(filename, line_number).strip()
     with contextlib.suppress(SyntaxError):  # the file may have changed while it ran
-        for node in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
-            if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-                is_there = line_number in range(node.lineno, (node.end_lineno or 0) + 1)
-                source = ast.unparse(node) if is_there else source
+        found = [
+            ast.unparse(node)
+            for node in ast.walk(ast.parse("".join(linecache.getlines(filename))))
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return)
+            and node.lineno <= line_number <= (node.end_lineno or 0)
+        ]
+        source = "; ".join(found) or source
     if is_library(filename):
         return f"{filename}:{line_number}, a line of a library: {source}"
     return f"{os.path.relpath(filename)}:{line_number}: {source}"
@@ -153,5 +158,5 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
         return "The script splits no batches; add model = torch.nn.DataParallel(model.cuda())."
     return (
         "The script runs as it is: it splits batches by a class of its own, by device_weights, or "
-        "over devices that repeat. To find the best split, use balanced_dp.BalancedDataParallel."
+        "over devices that repeat. To find the best split, use BalancedDataParallel without these."
     )

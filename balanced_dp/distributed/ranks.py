@@ -149,7 +149,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.rank = as_integer("rank", rank)
         self.num_samples = len(dataset)
         self.batch_size = as_integer("batch_size", batch_size, minimum=1)
-        self.chunk_sizes = tuple(as_integer("a chunk size", n, 0) for n in chunk_sizes)
+        self.chunk_sizes = tuple(as_integer("a chunk size", n, minimum=0) for n in chunk_sizes)
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last

@@ -59,12 +59,12 @@ def patches_of_autocast(device_type: str) -> Patches:
     emulated = {DEVICE_TYPE, device_type}
 
     def translated(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(device_type: str | bool = "cuda", *args: Any) -> Any:
+        def call(device_type: str | bool = "cuda", *args: Any, **others: Any) -> Any:
             if isinstance(device_type, bool):  # set_autocast_enabled(True), as older scripts call
-                device_type, args = "cuda", (device_type,)
+                device_type, args = "cuda", (device_type, *args)
             if device_type in emulated:
                 device_type = "privateuseone"
-            return function(device_type, *args)
+            return function(device_type, *args, **others)
 
         return call
 

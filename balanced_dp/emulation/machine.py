@@ -109,7 +109,7 @@ class Machine:
         if not 0 <= device < len(self.devices):
             raise EmulationError(
                 f"there is no emulated device {self.device_type}:{device}: "
-                f"emulate_devices was called with num_devices={len(self.devices)}"
+                f"there are {len(self.devices)}; raise num_devices (run: --devices)"
             )
         return device
 

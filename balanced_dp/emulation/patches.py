@@ -26,7 +26,7 @@ from .autocast import patches_of_autocast, register_casts
 from .kernels import register_kernels
 from .ledger import Label
 from .machine import DEVICE_TYPE, Machine, Patches, current_machine
-from .tensor import PROVISIONAL, EmulatedTensor, set_label
+from .tensor import NOT_STATE, EmulatedTensor, set_label
 
 
 @contextmanager
@@ -118,10 +118,7 @@ def _apply_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         finally:
             _future.set_swap_module_params_on_conversion(before)
             for buffer in self._buffers.values():
-                set_label(buffer, Label.BUFFER, over=_MAYBE_BUFFER)
-
-
-_MAYBE_BUFFER = (*PROVISIONAL, Label.INPUT, Label.GATHERED_OUTPUT)
+                set_label(buffer, Label.BUFFER, over=NOT_STATE)
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -43,6 +43,9 @@ _EXTRA_KEYS = torch._C.DispatchKeySet(AUTOCAST_KEY)
 PROVISIONAL = (Label.ACTIVATION, Label.OTHER)
 """The labels (uses of memory) that a more specific label may replace later."""
 
+NOT_STATE = (*PROVISIONAL, Label.INPUT, Label.GATHERED_OUTPUT)
+"""The labels that are replaced if a tensor is found to be a parameter or a buffer."""
+
 HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 """For each operator with a special implementation on emulated devices, that implementation.
 
@@ -396,8 +399,8 @@ def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     """Return the CPU or meta tensor that ``tensor`` wraps.
 
-    If ``tensor`` is an ``nn.Parameter`` and the label of its memory is activation, other or input,
-    its memory is labelled as the memory of a parameter.
+    If ``tensor`` is an ``nn.Parameter`` and the label of its memory is in ``NOT_STATE``, its memory
+    is labelled as the memory of a parameter.
 
     Raises:
         EmulationError: the ``emulate_devices`` context in which ``tensor`` was created has ended.
@@ -406,7 +409,7 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
         fact = f"this tensor was on {tensor.device}, whose emulate_devices context has ended"
         raise EmulationError(f"{fact}; copy results with .cpu() before the context ends")
     if tensor._is_param:
-        set_label(tensor, Label.PARAMETER, (*PROVISIONAL, Label.INPUT))
+        set_label(tensor, Label.PARAMETER, NOT_STATE)
     return tensor._elem
 
 

@@ -88,7 +88,7 @@ class SplitPolicy:
 
     def remedy(self, batch_size: int) -> str:
         """Return the advice to add to an out-of-memory error."""
-        return "give the full device fewer samples (gpu0_bsz, device_weights) or a smaller batch"
+        return "use smaller batches, or fewer samples on the full device (gpu0_bsz, device_weights)"
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return None, because a fixed rule has nothing to save in a checkpoint."""

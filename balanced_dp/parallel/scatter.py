@@ -178,8 +178,8 @@ class Inputs:
         if sizes and path in self.split and value is not None:
             lengths = self._lengths(length := self._entries(value, path), path, sizes)
             if length != sum(lengths):
-                fact = f"is named in split, but its {length} entries are not a multiple"
-                raise _error(path, f"{fact} of the {sum(sizes)} samples of the batch")
+                fact = f"is named in split, but has {length} entries for {sum(sizes)} samples"
+                raise _error(path, f"{fact}; it needs the same number for each sample")
             bounds = zip(devices, pairwise(accumulate(lengths, initial=0)), strict=True)
             return [self._parts(value[i:j], path, ([device], ()))[0] for device, (i, j) in bounds]
         if 1 < sum(sizes) == _length(value):

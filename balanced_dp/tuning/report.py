@@ -55,21 +55,24 @@ def _with_gpu0_bsz(source: str, gpu0_bsz: int | None) -> str:
     """
     value, is_given = ast.Constant(gpu0_bsz), False
     try:
-        statement = ast.parse(source)
+        statements = ast.parse(source)
     except SyntaxError:
         return ""
-    for call in ast.walk(statement):
+    for call in ast.walk(statements):
         if isinstance(call, ast.Call):
-            name = ast.unparse(call.func).rpartition(".")[2]
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
             named = [keyword for keyword in call.keywords if keyword.arg == "gpu0_bsz"]
+            has_first = bool(call.args) and not isinstance(call.args[0], ast.Starred)
             if named:
                 named[0].value = value
-            elif name == "BalancedDataParallel":
-                call.args[:1] = [value]
+            elif name == "BalancedDataParallel" and has_first:
+                call.args[0] = value
             elif name == "DataParallel" and gpu0_bsz is not None:
                 call.func, call.args = ast.Name("BalancedDataParallel"), [value, *call.args]
-            is_given |= bool(named) or name in ("DataParallel", "BalancedDataParallel")
-    return ast.unparse(statement) * is_given
+            elif name != "DataParallel":
+                continue
+            is_given = True
+    return ast.unparse(statements) * is_given
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +296,7 @@ class Report:
         known, the result is ``trainer = Trainer(...)  # unchanged`` for a script with a
         ``Trainer``, and ``model = ...`` for another script.
         """
-        sources = (place.partition(": ")[2] for place in self.wrapped_at)
+        sources = dict.fromkeys(place.partition(": ")[2] for place in self.wrapped_at)
         lines = [line for s in sources if (line := _with_gpu0_bsz(s, option.gpu0_bsz))]
         trainer = ["trainer = Trainer(...)  # unchanged"] * self.is_trainer
         return lines or trainer or [f"model = {option.line}"]

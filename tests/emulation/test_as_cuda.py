@@ -404,7 +404,7 @@ def test_memory_of_devices_named_any_way(either, module, name):
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        (3, "no emulated device lazy:3: emulate_devices was called with num_devices=3"),
+        (3, "no emulated device lazy:3: there are 3; raise num_devices"),
         (-1, "no emulated device lazy:-1"),
         ("cpu", "cpu is not an emulated device"),
     ],

@@ -294,8 +294,8 @@ def test_out_of_memory_adds_the_split_and_advice(gpu0_bsz, weights, index):
         replica = index if first else 0
         assert notes_of(caught.value) == [
             f"in replica {replica} on lazy:{index}, with {sizes[index]} of the batch's 8 samples",
-            f"the batch of 8 samples was split as lazy:0: {first}, lazy:1: {other}; give the full "
-            "device fewer samples (gpu0_bsz, device_weights) or a smaller batch",
+            f"the batch of 8 samples was split as lazy:0: {first}, lazy:1: {other}; use smaller "
+            "batches, or fewer samples on the full device (gpu0_bsz, device_weights)",
         ]
         del caught, model, module
         assert [torch.lazy.memory_allocated(device) for device in devices] == [0, 0]

@@ -218,7 +218,7 @@ ALLOC_FAILED = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreat
 
 @pytest.mark.parametrize("failure", ["", ALLOC_FAILED, "CUDA error: out of memory"])
 @pytest.mark.parametrize(
-    ("gpu0_bsz", "advice"), [(15, "fewer samples (gpu0_bsz,"), ("auto", "repeat the step")]
+    ("gpu0_bsz", "advice"), [(15, "or fewer samples on the"), ("auto", "repeat the step")]
 )
 def test_running_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure, stand_in):
     def forward(self, x):  # a chunk holds much of its own, next to weights and gradients

@@ -182,7 +182,7 @@ def test_sequences_are_cut_where_that_is_asked_for():
     assert [len(box) for box in second["on"][0]["boxes"]] == [2, 3]
     assert cut([torch.zeros(4), None], 2, 2, split=("x.1",))[1][1] is None
     assert cut([torch.zeros(3), [*"abcdef"]], 1, 2, split=("x.1",))[1][1] == [*"cdef"]
-    for wrong, fact in ((["a", "b", "c"], "its 3 entries"), (5, "int is no list"), ("abcd", "str")):
+    for wrong, fact in ((["a", "b", "c"], "has 3 entries"), (5, "int is no list"), ("abcd", "str")):
         with pytest.raises(ScatterError, match=f"x.1 is named in split, but {fact}"):
             cut([torch.zeros(4), wrong], 2, 2, split=("x.1",))
     with pytest.raises(ScatterError, match="input is named in split, but generator is no list"):

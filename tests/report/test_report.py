@@ -152,12 +152,11 @@ def test_speed_and_samples_on_accelerators():
         ("net.body = nn.DataParallel(net.head)", "net.body = BalancedDataParallel(6, net.head)"),
         ("net = Own(DataParallel(make()))", "net = Own(BalancedDataParallel(6, make()))"),
         # The line lost dim, so batches were split along another dimension.
-        ("m = nn.DataParallel(m, dim=1).to(0)", "m = BalancedDataParallel(6, m, dim=1).to(0)"),
+        ("m = nn.DataParallel(m, dim=1); f(m)", "m = BalancedDataParallel(6, m, dim=1)\nf(m)"),
         # The line lost dim, as the regular expression for gpu0_bsz knew no operators.
         ("m = BalancedDataParallel(b // len(c), m, 1)", "m = BalancedDataParallel(6, m, 1)"),
         ("m = Balanced(module=m, gpu0_bsz=int(f(2)))", "m = Balanced(module=m, gpu0_bsz=6)"),
-        ("else: net = DataParallel(net)", "model = BalancedDataParallel(6, model)"),
-        ("model = MyDataParallel(model)", "model = BalancedDataParallel(6, model)"),
+        ("m = BalancedDataParallel(*values)", "model = BalancedDataParallel(6, model)"),
     ],
 )
 def test_a_script_is_told_the_line(wrapped, line):
