@@ -1,4 +1,4 @@
-"""Convert arguments such as ``device_ids`` to ``torch.device`` objects; return their streams."""
+"""Convert arguments such as ``device_ids`` to ``torch.device``; return streams of devices."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
             - ``"weights"``: copies of weights to or from ``device``.
             - ``"copies"``: copies of inputs to ``device``, and of gradients from ``device``.
             - another device: copies of gradients from that device to ``device``. Each pair of
-              devices has a stream for this. A copy waits for its streams on both devices. So if
-              all these copies shared one stream, devices that send to several other devices would
-              take turns.
+              devices has a stream for this. A copy waits for the streams that it uses on both
+              devices. So if all these copies shared one stream, devices that send to several
+              other devices would take turns.
             - ``device`` itself: the addition of the gradients that have arrived on ``device``.
     """
     if (device, purpose) not in _streams:  # setdefault: two threads may make one at the same time

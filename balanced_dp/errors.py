@@ -37,7 +37,8 @@ class ScatterError(BalancedDataParallelError, ValueError):
 class GatherError(BalancedDataParallelError, TypeError):
     """The replicas' outputs cannot be joined into the output of the whole batch.
 
-    The message gives the dotted path of the part that cannot be joined, such as ``logits.0``.
+    The message gives the dotted path of the part of the output that cannot be joined, such as
+    ``logits.0``.
     """
 
 

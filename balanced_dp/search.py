@@ -23,9 +23,10 @@ from typing import Any
 from .split import EQUAL, even_share, split_batch
 
 MAX_SPLITS = 6
-"""A search in a training loop tries no further split after this many, unless all ran out of memory.
+"""The number of splits after which a search in a training loop tries no further split.
 
-A search for ``device_weights`` tries at most this many splits.
+Such a search continues only if memory ran out with all splits that were tried. A search for
+``device_weights`` tries at most this many splits.
 """
 
 _BISECTED = range(10, 2**16, 2)
@@ -47,7 +48,7 @@ The buckets in which gradients are copied change the peaks by less than this fra
 """
 
 _ROUNDING = 1e-6
-"""Added to the guess of an integer, because rounding errors may put it just below the integer."""
+"""Added to the guess of an integer, because rounding errors may put the guess just below."""
 
 Split = tuple[int, ...]
 """The chunk size of each device, in the order of the devices."""
@@ -81,8 +82,8 @@ class Search:
         smallest: the smallest number of samples that a replica can train on.
         is_careful: whether to skip a split with which a device could run out of memory. This
             assumes that a device's memory grows at most in proportion to the number of its samples.
-        for_speed: whether to also find the largest value with which device 0 stays within its
-            budget.
+        for_speed: whether to find a second value besides the best one: the largest value with which
+            the peak memory of device 0 is at most ``budgets[0]``.
         told: a dict from each measured split to the utilization of each device, which is infinity
             if the device ran out of memory.
     """
@@ -120,8 +121,9 @@ class Search:
     def best(self) -> int | None:
         """The measured ``gpu0_bsz`` with which the fullest device is least full.
 
-        Of equally good values, it is the largest. It is None if each measured ``gpu0_bsz`` ran out
-        of memory. A value that ran counts even if a device exceeded its budget.
+        Of equally good values, it is the largest. It is None if memory ran out with each measured
+        ``gpu0_bsz``. A value with which no device ran out of memory counts, even if a device
+        exceeded its budget.
         """
         ran = {value: max(full) for value, full in self._ran().items()}
         limit = min(ran.values(), default=0.0) * (1 + EQUAL)
@@ -153,14 +155,15 @@ class Search:
         return {value: full for value, full in self._values().items() if max(full) < math.inf}
 
     def _over(self) -> dict[int, float]:
-        """Return how much fuller device 0 is than the others, in a dict by measured ``gpu0_bsz``.
+        """Return how much fuller device 0 is than the others with each measured ``gpu0_bsz``.
 
-        The excess is the utilization of device 0 minus the highest utilization of the others.
+        The result is a dict from each measured ``gpu0_bsz`` to a difference: the utilization (peak
+        memory divided by budget) of device 0 minus the highest utilization of the other devices.
         """
         over = {value: full[0] - max(full[1:]) for value, full in self._values().items()}
         # In the even split, the last device gets the remainder, which may be small. So if budgets
         # differ, moving one sample away from device 0 may make the fullest of the other devices
-        # less full. With a positive excess here, the search also tries values below the even split.
+        # less full. With a positive difference here, the search also tries values below ``even``.
         if self.even in over and len(set(self.budgets)) > 1:
             over[self.even] = max(over[self.even], EQUAL)
         return over
@@ -201,12 +204,13 @@ class Search:
             split_of: a function that returns the split to measure for a number.
             slope: until two numbers have been measured, the excess is assumed to increase by
                 ``slope`` from one number to the next. None means the slope of the line from (0, -1)
-                to the first measurement, which is an upper bound.
+                to the first measurement. That slope is an upper bound of the increase.
             close: the result may be too small by at most ``result // close``. By default, it is
                 exact.
-            bends_up: whether the excess is a convex function of the number. If it is, then beyond
-                two measured numbers the excess lies above the line through their excesses. So the
-                search ends when all numbers that are left lie beyond the zero of this line.
+            bends_up: whether the excess is a convex function of the number. If the function is
+                convex, then beyond two measured numbers the excess lies above the line through the
+                excesses of the two numbers. So the search ends when all numbers that are left lie
+                beyond the zero of this line.
             start: the number to measure first.
 
         Yields:
@@ -265,9 +269,10 @@ class LoopSearch:
         is_careful: whether to skip a split with which a device could run out of memory, as for
             ``Search``.
         compares: whether the caller reports all measured splits at the end, not only the best one.
-            If so, the search also looks for the largest ``gpu0_bsz`` that fits. It then compares
-            splits over equal numbers of iterations, since the highest peak of many iterations
-            exceeds that of a few.
+            If so, the search looks not only for the best ``gpu0_bsz``, but also for the largest
+            ``gpu0_bsz`` with which the peak of device 0 is at most ``budgets[0]``. The search then
+            compares splits over equal numbers of iterations, since the highest peak of many
+            iterations exceeds that of a few.
 
     Attributes:
         search: the ``Search`` for the largest batch so far. Before the first iteration, its
@@ -300,8 +305,9 @@ class LoopSearch:
     ) -> None:
         """Record the peaks of an iteration, unless a larger iteration was recorded before.
 
-        Iterations are compared by the number of samples of their largest batch. Of two iterations
-        with the same number, one whose largest batch has added to existing gradients is larger.
+        Iterations are compared by the number of samples of their largest batch. If these numbers
+        are equal, an iteration whose largest batch has added to existing gradients counts as larger
+        than an iteration whose largest batch has not.
 
         Args:
             split: the chunk size of each device for the iteration's largest batch.
@@ -334,7 +340,7 @@ class LoopSearch:
         return any(max(of_split) > min(of_split) * (1 + VARIES) for of_split in peaks)
 
     def ran_out(self, batch_size: int, index: int) -> bool:
-        """Record that a device ran out of memory, and return whether the split has changed.
+        """Record that a device ran out of memory; return whether this changes later splits.
 
         The result is whether later batches of ``batch_size`` samples are split in another way than
         before this call.
@@ -359,7 +365,8 @@ class LoopSearch:
     def _begin(self, batch_size: int, accumulates: bool) -> None:
         """Begin a new search for batches of ``batch_size`` samples.
 
-        Of the measured splits, only those of such batches with which memory ran out are kept.
+        A measured split is kept only if it is a split of ``batch_size`` samples, and memory ran out
+        with it.
         """
         before, self.accumulates = self.search, accumulates
         self._iterations, self.highest = {}, {}

@@ -24,7 +24,8 @@ def split_batch(
     """Return the chunk size (number of samples) of each device; the sum is ``batch_size``.
 
     A device whose chunk size is 0 is idle during this batch. Device 0 gets at most ``gpu0_bsz``
-    samples and at most its chunk of the even split. A single device gets the whole batch.
+    samples and at most its chunk of the even split. If there is only one device, it gets the
+    whole batch, even if ``gpu0_bsz`` is smaller.
 
     1. If ``gpu0_bsz`` is at least ``ceil(batch_size / num_devices)``, the split is even, as in
        ``torch.chunk`` and ``nn.DataParallel``.

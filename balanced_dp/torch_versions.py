@@ -27,14 +27,14 @@ NEEDED = """
     _C._functorch.peek_interpreter_stack _C._functions.SumBackward0._input_metadata
     _C._disabled_torch_function_impl _C._get_accelerator _C._FunctionBase._set_sequence_nr
 """
-"""Names below ``torch``. If torch lacks one, importing this module raises an ``ImportError``."""
+"""Names below ``torch``. Importing this module raises an ``ImportError`` if any is missing."""
 
 AWAITS_PRODUCERS = torch.__version__ >= "2.8"
 """Whether autograd waits for the stream on which a node has copied a gradient to another device.
 
 Before torch 2.8, autograd does not wait. It assumes that the gradient was computed on the default
 stream of the device that the gradient is on. In autograd's threads, the default stream is the
-current one.
+current stream.
 
 Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 """

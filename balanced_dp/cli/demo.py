@@ -21,7 +21,7 @@ BATCH_SIZE = 32
 """The number of samples in a batch."""
 
 LOSS_TOLERANCE = 1e-4
-"""The largest allowed difference between the losses of the runs at the same step.
+"""The largest allowed difference between the losses of the demo's training runs at the same step.
 
 The losses differ slightly because the runs add up float32 numbers in different orders.
 """
@@ -49,7 +49,7 @@ def run_demo(
     *,
     emulate: bool = False,
 ) -> tuple[Report, list[DemoRun]]:
-    """Search for the best split with ``tune``, train three times, and return the results.
+    """Use ``tune`` to search for the best split, train three times, and return the results.
 
     A split is the number of samples of each device. The first training run uses one device. The
     second run uses the even split of the batch, and the third run uses ``gpu0_bsz``. The

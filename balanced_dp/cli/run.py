@@ -58,7 +58,7 @@ def run_and_measure(
         steps: the number of training steps after which the script is ended; None means no limit.
         symbolic: whether emulated devices keep the shapes of tensors but no values.
         emulate: whether to emulate devices even if there are GPUs.
-        goal: how the splits (the numbers of samples of the devices) are ranked, as in ``tune``.
+        goal: how the splits (the number of samples of each device) are ranked, as in ``tune``.
 
     Returns:
         The exit code of the script; the report, or None if no split was measured; and the sentences

@@ -39,8 +39,8 @@ def is_library(filename: str) -> bool:
 def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:
     """Run a script, or a module if ``is_module``, as ``__main__``, and return its exit code.
 
-    If the script does not catch an exception, the traceback is printed. It begins with the first
-    frame of the script.
+    If the script does not catch an exception, the traceback is printed. The traceback begins with
+    the first frame of the script.
     """
     before = sys.argv, sys.path[:]
     sys.argv = [name, *arguments]

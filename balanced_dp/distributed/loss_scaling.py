@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 # The functions of torch.distributed.nn keep, as their default group, the group that exists when
 # torch.distributed.nn is first imported. If it is not imported here, the construction of the first
-# optimizer imports it. If this came after init_process_group, destroy_process_group would not end
-# gloo's threads, which sometimes abort a process at exit.
+# optimizer imports it. If the optimizer came after init_process_group,
+# destroy_process_group would not end gloo's threads, which sometimes abort a process at exit.
 import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
@@ -94,8 +94,9 @@ def scale_loss(
             to the device.
         total: the sum of the counts of all ranks. If None, the ranks add up their counts in
             ``scale_loss``, so every rank must call it.
-        group: the process group that averages gradients; by default, the default group. It is
-            ignored if ``total`` is a result of ``count_all_ranks``, whose group is used instead.
+        group: the process group that averages gradients; by default, the default group. If
+            ``total`` is a result of ``count_all_ranks``, this argument is ignored, and the group of
+            ``count_all_ranks`` is used.
 
     Raises:
         ArgumentError: ``count`` is higher than ``total``. This is not checked if the ranks add up
@@ -127,7 +128,7 @@ def scale_loss(
 
 
 def _keep_zero_gradients(loss: Tensor) -> None:
-    """Register the hook ``_zeros_of_zeros`` on all nodes of the autograd graph but leaf nodes."""
+    """Register the hook ``_zeros_of_zeros`` on all autograd nodes of ``loss`` except leaf nodes."""
     nodes = [loss.grad_fn]
     seen = {None, *nodes}
     while nodes:

@@ -114,8 +114,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
             ``world_size`` is given, ``rank`` must be given, too.
         world_size: number of ranks; by default that of the default process group.
         shuffle: whether to shuffle the samples in each epoch.
-        seed: seed of the shuffling, which must be the same on all ranks. The order of an epoch is
-            that of ``torch.randperm`` with the seed ``seed + epoch``, as in ``DistributedSampler``.
+        seed: seed of the shuffling, which must be the same on all ranks. The order of the samples
+            in an epoch is that of ``torch.randperm`` with the seed ``seed + epoch``, as in
+            ``DistributedSampler``.
         drop_last: whether to drop a smaller last batch.
 
     Attributes:

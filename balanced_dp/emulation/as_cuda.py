@@ -58,8 +58,9 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
     The wrapper translates the keyword argument ``device`` with ``to_emulated``. If ``position`` is
     given, it translates the positional argument at this position, too. The wrapper drops the
-    keyword argument ``pin_memory``. A factory, such as ``torch.empty``, that is called without the
-    keyword ``device`` gets the device that ``_default_device`` returns, unless that is None.
+    keyword argument ``pin_memory``. If ``function`` is a factory, such as ``torch.empty``, and is
+    called without the keyword argument ``device``, the wrapper passes the result of
+    ``_default_device`` as ``device``, unless this result is None.
     """
     is_factory = function in default_device._device_constructors()
 
@@ -170,7 +171,8 @@ def _legacy_type(name: str) -> Any:
 def legacy_tensor(dtype: torch.dtype, device: Any, args: tuple[Any, ...]) -> torch.Tensor:
     """Create a tensor as ``torch.FloatTensor(*args)`` does, but with ``dtype`` and on ``device``.
 
-    ``args`` are the sizes of the tensor, whose values are then not initialized, or its data.
+    ``args`` are either the sizes of the tensor or its data. If they are the sizes, the values of
+    the tensor are not initialized.
     """
     if len(args) == 1 and not isinstance(args[0], int | torch.Size):
         return torch.as_tensor(args[0], dtype=dtype).to(device)
@@ -222,9 +224,10 @@ class StorageOnDevice(torch.UntypedStorage):
 
 
 def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """Return a copy of the storage ``self`` whose attribute ``device`` is an emulated device.
+    """Return a copy of the storage ``self``; ``device`` of the copy is an emulated device.
 
-    If torch creates a tensor for the copy, as ``torch.load`` does, the tensor is on that device.
+    The argument ``device`` says which emulated device; None means the current device. If torch
+    creates a tensor for the copy, as ``torch.load`` does, the tensor is on the emulated device.
     """
     machine = current_machine()
     moved = self.clone()
@@ -237,9 +240,9 @@ def location_of(storage: torch.UntypedStorage) -> str | None:
     """Return the location of ``storage``, such as "cuda:0", or None if it is not on "cuda".
 
     ``torch.save`` calls this function and writes the location into the file. If the emulated
-    devices are not named "cuda", the result is None for their storages, too. Then torch writes the
-    location "cpu", because emulated storages are CPU storages to torch. A file with the location
-    "cpu" can be loaded on any machine.
+    devices are not named "cuda", the result is None for every storage. The data of emulated tensors
+    is in CPU storages, so torch then writes the location "cpu". A file with the location "cpu" can
+    be loaded on any machine.
     """
     machine, allocation = current_machine(), getattr(storage, "_allocation", None)
     if allocation is None or machine.device_type != CUDA:
@@ -361,7 +364,8 @@ def _without_hardware(machine: Machine) -> Patches:
         torch.amp.GradScaler: {"_enabled": never} if machine.symbolic else {},
         # Otherwise each operator prints that it failed to record an event.
         torch.profiler.profiler._KinetoProfile: {"use_device": never},
-        # Scripts compare CUDA's version, and torchvision compares it with that of its own build.
+        # Scripts compare this version with version numbers, and torchvision compares it with the
+        # CUDA version of its own build.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
         # The kernels of the fast path of nn.MultiheadAttention and nn.TransformerEncoder hide the

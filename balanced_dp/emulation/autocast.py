@@ -7,9 +7,9 @@ this file registers kernels for that key. These kernels cast the arguments of an
 autograd sees the operator, as torch's own autocast kernels do.
 
 While an ``emulate_devices`` context is open, torch's functions for the autocast state of "lazy" use
-the state of "privateuseone". If the emulated devices are named "cuda", the functions for the state
-of "cuda" do so, too. So code that reads this state, such as activation checkpointing, works
-unchanged.
+the state of "privateuseone". If the emulated devices are named "cuda", torch's functions for the
+autocast state of "cuda" use the state of "privateuseone", too. So code that reads the autocast
+state, such as activation checkpointing, works unchanged.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _cast_weights = WeakTensorKeyDictionary()
 def patches_of_autocast(device_type: str) -> Patches:
     """Return patches that extend torch's autocast functions to emulated devices.
 
-    Without a device type, ``torch.is_autocast_enabled`` and ``torch.set_autocast_enabled`` mean the
-    device type "cuda", as in torch.
+    If ``torch.is_autocast_enabled`` or ``torch.set_autocast_enabled`` is called without a device
+    type, it uses the device type "cuda", as in torch.
 
     Args:
         device_type: the device type that the emulated devices report, "lazy" or "cuda".
@@ -145,9 +145,9 @@ def _cast(tensor: EmulatedTensor, dtype: torch.dtype) -> torch.Tensor:
 def _to_autocast_dtype(tensor: EmulatedTensor) -> torch.Tensor:
     """Return ``tensor`` cast to the autocast dtype, or unchanged if autocast does not cast it.
 
-    As in torch, a weight (a float32 leaf tensor that requires a gradient and is not a view) is cast
-    only once in an autocast context, and its cast copy is kept for later calls. This holds if
-    gradients are enabled, and the cache of autocast is, too.
+    As in torch, if gradients and the cache of autocast are enabled, a weight is cast only once in
+    an autocast context, and its cast copy is kept for later calls. Here, a weight is a float32 leaf
+    tensor that requires a gradient and is not a view.
     """
     dtype = torch.get_autocast_dtype(DEVICE_TYPE)
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()

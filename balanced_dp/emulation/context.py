@@ -66,8 +66,8 @@ class EmulatedDevices(list[torch.device]):
 
         The uses are parameter, buffer, gradient, optimizer state, input, activation, gathered
         output and other. Gathered outputs are outputs that were copied from another device.
-        Activations are all other results of the forward and backward passes, including those of the
-        loss.
+        Activations are all other results of operators in the forward and backward passes. Results
+        of the operators that compute the loss are included.
 
         A tensor counts as a parameter if it is an ``nn.Parameter`` and an operator has used it, or
         if it is a copy of an ``nn.Parameter`` on another device.

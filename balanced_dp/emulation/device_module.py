@@ -18,10 +18,7 @@ from .machine import current_machine, has_machine
 Device = torch.device | str | int | None
 
 _initialized = True
-"""``torch.utils.checkpoint`` saves the states of the devices' generators only if this is true.
-
-The generators are random number generators.
-"""
+"""Whether ``torch.utils.checkpoint`` saves the states of the devices' random number generators."""
 
 
 class device:  # in lower case, as torch.cuda.device is
@@ -110,7 +107,7 @@ def get_device_properties(device: Device = None) -> Any:
     """Return an object with the name of the device, its capacity in bytes and other properties.
 
     The compute capability and the number of multiprocessors are those of an A100, so that scripts
-    choose what recent GPUs support, such as bfloat16.
+    choose features that recent GPUs support, such as bfloat16.
     """
     return SimpleNamespace(
         name=get_device_name(device),

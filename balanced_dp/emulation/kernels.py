@@ -63,7 +63,7 @@ def register_kernels() -> torch.library.Library:
         kernels[packet.input] = partial(_recurrent, packet.input)
     for func, kernel in kernels.items():
         library.impl(func, kernel, "AutogradLazy")
-    # For backends other than the CPU and CUDA, torch composes these of other operators.
+    # For backends other than the CPU and CUDA, torch composes these two operators of others.
     for func in (aten.silu_backward.default, aten.mish_backward.default):
         kernels[func] = operator(func)
         library.impl(func, kernels[func], "Lazy")
@@ -73,8 +73,8 @@ def register_kernels() -> torch.library.Library:
             aten._to_copy.default: _to_copy,
             aten.copy_.default: _copy_,
             aten.add.Tensor: _add,
-            # Emulated tensors have no conjugate bit and no negative bit, which would postpone these
-            # two operations, so both are computed.
+            # Torch postpones these two operations by a conjugate bit and a negative bit. Emulated
+            # tensors have no such bits, so both operations are computed.
             aten._conj.default: operator(aten.conj_physical.default),
             aten._neg_view.default: operator(aten.neg.default),
             aten._pack_padded_sequence.default: _pack_padded_sequence,
@@ -152,9 +152,9 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
     """Return ``elem``, the tensor that an emulated tensor wraps, after checking that it has values.
 
-    In symbolic mode, ``elem`` may have a shape but no values. If ``machine.reads_unknown_as_nan``
-    is true, and such an ``elem`` has a floating-point or complex dtype, return a tensor of NaN
-    instead.
+    In symbolic mode, ``elem`` may have a shape but no values. If ``elem`` has no values and has a
+    floating-point or complex dtype, and ``machine.reads_unknown_as_nan`` is true, return a tensor
+    of NaN instead.
 
     Raises:
         SymbolicValueError: ``elem`` has no values, and no tensor of NaN is returned.
@@ -168,12 +168,13 @@ def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
 def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
     """Return the label (what the memory is used for) of a copy of ``source`` on ``target``.
 
-    If the running operator makes gradients of leaf tensors, the copy is labelled as a gradient. So
-    is ``source``, if its label is provisional (activation or other). Otherwise, a copy on another
-    device keeps the label of ``source``, unless this label is provisional. If it is provisional,
-    the copy is labelled as a gathered output, except in the backward pass. In the backward pass,
-    the copy has the label of other operators' results, such as activation. A copy on the same
-    device has that label, too.
+    If the running operator makes gradients of leaf tensors, the copy is labelled as a gradient. The
+    ``source`` is then labelled as a gradient, too, if its label is provisional ("activation" or
+    "other"). In all other cases, a copy on the same device has the label that results of other
+    operators have, such as "activation". A copy on another device keeps the label of ``source``,
+    unless the label of ``source`` is provisional. If the label of ``source`` is provisional, a copy
+    on another device is labelled like the results of other operators in the backward pass, and as a
+    gathered output outside of the backward pass.
     """
     label = label_of_results(machine)
     if label is Label.GRADIENT:
@@ -264,9 +265,9 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
     return torch.ctc_loss(log_probs, targets, *(length.tolist() for length in given[:2]), *options)
 
 
-# Attention that takes as much memory as CUDA's fused kernels. For the backward pass, these save the
-# output and the log-sum-exp of each row, but not the attention matrix. Source: FlashAttention,
-# https://arxiv.org/abs/2205.14135.
+# Attention that takes as much memory as CUDA's fused kernels. For the backward pass, the fused
+# kernels save the output and the log-sum-exp of each row, but not the attention matrix. Source:
+# FlashAttention, https://arxiv.org/abs/2205.14135.
 
 
 def _attention(
@@ -356,8 +357,8 @@ def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
         return func(*tree_unflatten(elems, spec), *options)
 
     # For each time step, the backward pass reads gates, cell and output: six numbers for each unit
-    # of an LSTM. The number of rows of all weights is an upper bound: an LSTM has eight for each
-    # unit.
+    # of an LSTM. The number of rows of all weights is an upper bound of how many numbers are read:
+    # the weights of an LSTM have eight rows for each unit.
     num_rows = sum(weight.size(0) for weight in weights if weight.dim() == 2)
     num_kept = args[0].shape[:-1].numel() * num_rows * torch.is_grad_enabled()
     return _fused(func, run, num_kept, *inputs)

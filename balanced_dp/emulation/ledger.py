@@ -8,8 +8,8 @@ reference counting is enough for this, so memory is freed without the garbage co
 Each block has a label, which says what the memory is used for. The label may change while the block
 is allocated: for example, a tensor becomes a gradient only after it was computed. So the bytes for
 each label at the peak are not stored when the peak is reached. They are computed on request, from
-the blocks that were allocated at the peak. These blocks have a number of at most ``_peak_number``,
-and they are still allocated or were freed after the peak.
+the blocks that were allocated at the peak. These are the blocks whose attribute ``number`` is at
+most ``_peak_number`` and that are still allocated or were freed after the peak.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Block:
 
     Attributes:
         number: the number of blocks that were allocated on the device before this block.
-        num_bytes: the size of the block, rounded up.
+        num_bytes: the size of the block in bytes, rounded up to a multiple of ``ROUND_BYTES``.
         label: what the memory is used for.
     """
 

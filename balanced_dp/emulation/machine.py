@@ -1,4 +1,4 @@
-"""The class ``Machine``, which holds all emulated devices, and functions that return or use it.
+"""The class ``Machine``, which holds all emulated devices, and functions that use a ``Machine``.
 
 Each ``emulate_devices`` context has one ``Machine``. ``current_machine`` returns the machine of the
 context that is open.
@@ -78,7 +78,7 @@ class Machine:
         self.thread = _PerThread()
         self.is_closed = False
         self.default_device: str | None = None
-        """The device of new tensors that are created without a device, or None for torch's default.
+        """The device of tensors created without a ``device`` argument; None means torch's default.
 
         ``torch.set_default_tensor_type`` sets this attribute.
         """
@@ -144,13 +144,16 @@ class Machine:
             if earlier.block.num_bytes == round_up(storage.nbytes()):
                 return
             label = earlier.block.label
-        # Only the storage refers to the allocation, which ends when the storage is deallocated.
+        # Only the storage refers to the allocation, so both are deallocated together.
         storage._allocation = self.ledgers[index].allocate(
             storage.nbytes(), label, marks_peak=not self.thread.is_adding_gradients
         )
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
-        """Add ``num_bytes`` to the bytes copied from ``source`` to ``target``, if these differ."""
+        """Add ``num_bytes`` to the bytes copied from ``source`` to ``target``.
+
+        If ``source`` and ``target`` are the same device, nothing is added.
+        """
         with self._lock:
             self._copied_bytes[source, target] += num_bytes * (source != target)
 

@@ -72,7 +72,8 @@ def _patches(machine: Machine) -> Patches:
         # not know, but torch's own version of this function knows only PrivateUse1.
         torch.random: {"_seed_custom_device": machine.manual_seed_all},
         # By default, optimizers on CUDA update all parameters at once (foreach), which takes
-        # temporary memory for all parameters. On request they use a fused kernel, which takes none.
+        # temporary memory for all parameters. On request, optimizers use a fused kernel, which
+        # takes no temporary memory.
         optimizer: {
             "_foreach_supported_types": [*optimizer._foreach_supported_types, EmulatedTensor],
             "_get_foreach_kernels_supported_devices": lambda: foreach,
@@ -86,7 +87,8 @@ def _patches(machine: Machine) -> Patches:
 
 
 def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    # fastai calls this to give a CPU copy the class of its source, which may be emulated.
+    # fastai calls this to give a CPU copy the class of its source. If this is a class of emulated
+    # tensors, the CPU copy stays as it is.
     return self if issubclass(cls, EmulatedTensor) else torch._C.TensorBase.as_subclass(self, cls)
 
 

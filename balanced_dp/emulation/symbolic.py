@@ -188,9 +188,10 @@ def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _
     """Return a function that creates outputs with the layouts of ``out``, an operator's output.
 
     A layout is the sizes, the strides and the dtype of a tensor. Return None if ``out`` contains a
-    value for which this is not supported, such as a tensor whose values are known, or a view of an
-    input. ``storages`` contains a number for each storage of ``inputs``. This function appends a
-    number for each further storage in ``out``.
+    value that cannot be created from a layout alone, such as a tensor whose values are known, or a
+    view of an input. ``storages`` contains one identifying number for each storage of the tensors
+    in ``inputs``. This function appends such a number for each further storage of the tensors in
+    ``out``.
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]

@@ -246,7 +246,7 @@ def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
 
     def torch_function(both: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Results are of class cls, since they may be on the CPU. If a result is emulated,
-        # EmulatedTensor.as_subclass gives it the class that this function is for.
+        # EmulatedTensor.as_subclass gives it the class ``both`` that is created below.
         known = [cls if kind is both else kind for kind in types]
         return cls.__torch_function__(func, known, args, kwargs)
 
@@ -380,7 +380,8 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
 def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that hold the data of ``elem``.
 
-    They are ``elem`` itself, or if ``elem`` is a sparse COO tensor, its indices and its values.
+    If ``elem`` is strided, the result is ``elem`` itself. If ``elem`` is a sparse COO tensor, the
+    result is its indices and its values.
 
     Raises:
         EmulationError: ``elem`` has another layout.
@@ -400,7 +401,7 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     """Return the CPU or meta tensor that ``tensor`` wraps.
 
     If ``tensor`` is an ``nn.Parameter`` and the label of its memory is in ``NOT_STATE``, its memory
-    is labelled as the memory of a parameter.
+    gets the label of parameters.
 
     Raises:
         EmulationError: the ``emulate_devices`` context in which ``tensor`` was created has ended.

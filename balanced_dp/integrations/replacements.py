@@ -29,21 +29,22 @@ WrappedAt = tuple[str, int]
 def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     """Make a script use ``BalancedDataParallel`` and ``BalancedTrainer`` inside a ``with`` block.
 
-    They take the place of ``nn.DataParallel``, of the function ``nn.parallel.data_parallel`` and of
-    the ``Trainer`` of transformers. The replacement of ``nn.DataParallel`` takes the same
-    arguments, and ``isinstance(model, nn.DataParallel)`` is still true. If a script subclasses
-    ``nn.DataParallel`` and overrides a method such as ``forward`` or ``scatter``, the subclass is
-    derived from torch's class, not from the replacement. ``Trainer`` is replaced if the script
-    imports it inside the block for the first time, and it stays replaced after the block.
+    ``BalancedDataParallel`` takes the place of ``nn.DataParallel`` and of the function
+    ``nn.parallel.data_parallel``. ``BalancedTrainer`` takes the place of the ``Trainer`` of
+    transformers. The replacement of ``nn.DataParallel`` takes the same arguments, and
+    ``isinstance(model, nn.DataParallel)`` is still true. If a script subclasses ``nn.DataParallel``
+    and overrides a method such as ``forward`` or ``scatter``, the subclass is derived from torch's
+    class, not from the replacement. ``Trainer`` is replaced if its first import is inside the
+    block, and it stays replaced after the block.
 
     Args:
         loop: the object that splits the batches of all instances of ``BalancedDataParallel``
-            without ``device_weights``, including those that the script creates itself.
+            without ``device_weights``, including instances that the script creates itself.
 
     Yields:
         A list of the places at which the script wraps a model. When the script wraps a model at a
-        new place, the place is appended. Models that a Trainer wraps, or that are wrapped with
-        ``device_weights``, are not in the list.
+        new place, the place is appended. Places at which a Trainer wraps a model, or at which a
+        model is wrapped with ``device_weights``, are not in the list.
     """
     calls: list[WrappedAt] = []
     initialize = BalancedDataParallel.__init__
@@ -60,7 +61,8 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
                 calls.append(call)
 
     function = functools.partial(balanced_data_parallel, None)
-    # The attribute data_parallel of torch.nn.parallel is a function, not this module of that name.
+    # The attribute data_parallel of torch.nn.parallel is a function, not the module of that name,
+    # so the module is looked up in sys.modules.
     file = sys.modules["torch.nn.parallel.data_parallel"]
     with ExitStack() as stack:
         for owner, name, ours in (
@@ -74,7 +76,7 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
 
 
 class _Meta(type):
-    """The metaclass of ``DataParallel``: instances of torch's class count as its instances, too."""
+    """Metaclass of the replacement: ``isinstance`` accepts instances of torch's class, too."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type.__instancecheck__(_TORCHS if cls is DataParallel else cls, instance)
@@ -98,10 +100,10 @@ def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
     """Find the module ``transformers.trainer``, and make its ``Trainer`` create balanced trainers.
 
     This function is the ``find_spec`` of a finder in ``sys.meta_path``. It returns None for any
-    other module. After the import, a trainer of a class C is created as an instance of a new class
-    of the same name, whose bases are ``BalancedTrainer`` and C. The report of ``balanced-dp run``
-    suggests such a class. Trainers of classes that the script itself derives from
-    ``BalancedTrainer`` stay as they are.
+    other module. If the script creates a trainer of a class C after the import, the trainer is an
+    instance of a new class. The new class has the name of C, and its bases are ``BalancedTrainer``
+    and C. The report of ``balanced-dp run`` suggests a class with these bases. Trainers of classes
+    that the script itself derives from ``BalancedTrainer`` stay as they are.
     """
     spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
     if spec is None:

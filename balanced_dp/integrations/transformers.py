@@ -44,7 +44,7 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     gathers_loss_only = False
     """Whether ``gather`` joins only the loss, and leaves out the other outputs.
 
-    If an output contains no loss, nothing but key-value caches is left out.
+    If an output contains no loss, only its key-value caches are left out.
     """
 
     autocast_dtype: torch.dtype | None = None
@@ -68,9 +68,9 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     def _select(self, output: Any) -> Any:
         """Return the part of a replica's output that ``Trainer`` needs.
 
-        If ``gathers_loss_only`` is True, this is the loss: the entry "loss" of a mapping, or the
-        first item of a tuple. Otherwise, and if a mapping has no entry "loss", it is the whole
-        output. But key-value caches, which ``Trainer`` ignores, are left out of a mapping.
+        If ``gathers_loss_only`` is True, the result is the loss: the entry "loss" of a mapping, or
+        the first item of a tuple. Otherwise, or if a mapping has no entry "loss", the result is the
+        whole output. Key-value caches, which ``Trainer`` ignores, are always left out of a mapping.
         """
         if isinstance(output, Mapping):
             names = [name for name in output if not isinstance(output[name], Cache)]
@@ -87,8 +87,9 @@ class BalancedTrainer(Trainer):
     the number of devices. At most ``gpu0_bsz`` of the samples are on the first device. Loss and
     gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``. In
     training, and in an evaluation that needs only the loss, only the loss of each device is
-    gathered, unless the method ``compute_loss`` is overridden or needs the logits, too. If the
-    Trainer uses the mixed precision ``"bf16"`` or ``"fp16"``, the replicas run under autocast.
+    gathered. If the method ``compute_loss`` is overridden or needs the logits, too, the other
+    outputs are also gathered. If the Trainer uses the mixed precision ``"bf16"`` or ``"fp16"``, the
+    replicas run under autocast.
 
     For a subclass ``MyTrainer`` of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer,
     MyTrainer)``. ``MyBalancedTrainer`` takes the arguments of both of its bases.
@@ -100,8 +101,8 @@ class BalancedTrainer(Trainer):
 
     Args:
         *args: arguments of ``Trainer``.
-        gpu0_bsz: the most samples of a batch that the first device gets, ``"auto"`` or None, as for
-            ``BalancedDataParallel``.
+        gpu0_bsz: the largest number of samples of a batch that the first device gets, or ``"auto"``
+            or None, as for ``BalancedDataParallel``.
         device_ids: the devices, as for ``BalancedDataParallel``; None means the devices that
             ``Trainer`` would use. The model is moved to the first device.
         **kwargs: arguments of ``Trainer``, and ``broadcast``, ``device_weights``, ``loss_weight``,
@@ -178,7 +179,7 @@ class BalancedTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``Trainer.evaluation_loop``, and copy the weights to the devices only once for it."""
+        """Run ``Trainer.evaluation_loop``, and copy the weights to the devices once per loop."""
         model = self._wrap_model(self.model, training=False)
         shared = model.shared_weights() if isinstance(model, _TrainerParallel) else nullcontext()
         loss_only = bool(kwargs.get("prediction_loss_only"))
@@ -188,8 +189,8 @@ class BalancedTrainer(Trainer):
     def _gathering(self, loss_only: bool, methods: set[str]) -> AbstractContextManager[object]:
         """Return a context manager inside which only the loss is gathered, if that is sufficient.
 
-        It is not sufficient if ``loss_only`` is False, if a subclass overrides one of ``methods``,
-        or if the user has given a ``compute_loss_func``.
+        Gathering only the loss is not sufficient if ``loss_only`` is False, if a subclass overrides
+        one of ``methods``, or if the user has given a ``compute_loss_func``.
 
         Args:
             loss_only: whether the caller needs only the loss.
@@ -210,11 +211,11 @@ class _Callback(TrainerCallback):
 
 
 class _KeepSplit(_Callback):
-    """A callback that stores the split found by ``gpu0_bsz="auto"`` in the Trainer's state.
+    """A callback that saves the split that ``gpu0_bsz="auto"`` finds, in the Trainer's state.
 
-    What is stored is the number of samples of the first device in the largest batch so far, with
-    the size of this batch and what else the search for the split needs. It is stored after each
-    step, and loaded from the state when training begins.
+    The callback saves the number of samples of the first device in the largest batch so far, the
+    size of this batch, and all other values that the search for the split needs. It saves these
+    values after each step, and loads them from the state when training begins.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -231,9 +232,9 @@ class _KeepSplit(_Callback):
 class MemoryCallback(_Callback):
     """A callback that logs the peak memory of each device whenever the Trainer logs.
 
-    The values are those of ``MemoryLogger``. There is one peak for each device: for example,
+    The values are those of ``MemoryLogger``. There is one peak for each device. For example,
     ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory that tensors have occupied on
-    ``cuda:0``, whose name in NVML is ``gpu:3``, since the peaks were last logged.
+    ``cuda:0`` since the peaks were last logged. Here, ``gpu:3`` is the name of ``cuda:0`` in NVML.
     ``memory/imbalance`` is (max - min) / max of the peaks of all devices.
 
     Args:

@@ -83,7 +83,7 @@ def _uses(
 
 
 def _num_bytes(tensors: Iterable[Any], device: torch.device | None, seen: set[int]) -> int:
-    """Return the allocated bytes of the ``tensors`` on ``device``, or of all if it is None.
+    """Return the allocated bytes of the ``tensors`` on ``device``; None means all devices.
 
     Storages in ``seen`` are skipped, and storages that are counted are added to ``seen``.
     """

@@ -23,7 +23,10 @@ class Board:
     pci_bus_id: tuple[int, int, int] | None = None
     """The PCI domain, bus and device numbers. A MIG slice has those of its GPU."""
     handle: Any = None
-    """NVML's handle, an argument of its functions; None if NVML gives none, as for a lost GPU."""
+    """NVML's handle of the board, an argument of NVML's functions.
+
+    It is None if NVML returns no handle, as for a lost GPU.
+    """
 
 
 def list_boards() -> list[Board]:
@@ -99,8 +102,8 @@ def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
     """Return the NVML board of a CUDA device, or None if it cannot be identified.
 
     A board is a GPU or a MIG slice. If exactly one board has the UUID of the device, this board
-    is returned. If not, the board with the PCI bus id of the device is returned, if there is
-    exactly one.
+    is returned. If not, but exactly one board has the PCI bus id of the device, that board is
+    returned. Otherwise, the result is None.
 
     CUDA and NVML number devices differently. CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``,
     by default with the fastest first. NVML numbers all GPUs, in the order of their PCI bus ids. A

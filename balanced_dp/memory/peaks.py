@@ -1,6 +1,6 @@
 """The peak memory of devices during a measurement, and a logger of peak memory.
 
-Measurements may overlap, although torch has only one peak for each device.
+Measurements may overlap, although torch keeps only one peak statistic for each device.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Peaks:
 def _statistics_of(device: torch.device) -> Any:
     """Return the module whose functions read and reset the memory statistics of ``device``.
 
-    For an emulated device, this is not ``torch.cuda``, even if the device's type is ``"cuda"``. Its
-    peak is separate from the one that a script sees in ``torch.cuda``.
+    For an emulated device, this is not ``torch.cuda``, even if the device's type is ``"cuda"``. The
+    peak in the returned module is separate from the peak that a script reads in ``torch.cuda``.
     """
     return device_module if is_emulated(device) else torch.get_device_module(device)
 
@@ -86,8 +86,9 @@ class MemoryLogger:
     created. The last value of a record, ``memory/imbalance``, is (max - min) / max of these peaks.
 
     Steps without a record cost nothing. Writing a record does not synchronize the devices, because
-    the allocator counts on the host. It resets torch's peak memory statistics of the devices. But
-    inside a block of ``MemoryProbe.measure``, it does not change what this block reports.
+    the allocator counts on the host. Writing a record resets torch's peak memory statistics of the
+    devices. But if this happens inside a block of ``MemoryProbe.measure``, the result of the block
+    does not change.
 
     Args:
         model: the ``BalancedDataParallel`` whose devices are logged.

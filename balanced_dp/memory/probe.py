@@ -34,8 +34,8 @@ class MemoryProbe:
             accelerators, and the GPUs that NVML lists but torch does not see.
 
     Attributes:
-        devices: the devices, as a list of ``torch.device`` without duplicates. GPUs that torch does
-            not see are not in it.
+        devices: the devices, as a list of ``torch.device`` without duplicates. The list does not
+            contain GPUs that torch does not see.
         nvml_error: the reason why NVML is not used; None if NVML is used, or if no device needs it.
 
     Raises:
@@ -191,7 +191,8 @@ def _sampled_peaks(
 
     Yields:
         A dict from each device in ``boards`` to the largest sample so far in bytes, which is a
-        lower bound of the peak of the used memory. It is None if all queries of the device failed.
+        lower bound of the peak of the used memory. The value is None if all queries of the device
+        failed.
     """
     peaks: dict[torch.device, int | None] = dict.fromkeys(boards)
     has_ended = threading.Event()
@@ -218,6 +219,6 @@ def _has_nvml(device: torch.device) -> bool:
 
 
 def _retries(device: torch.device) -> Any:
-    """Return how often torch's allocator emptied its cache to try again; None if unknown."""
+    """Return how often torch's allocator emptied its cache and tried again; None if unknown."""
     stats: dict[str, int] = torch.get_device_module(device).memory_stats(device)
     return stats.get("num_alloc_retries")

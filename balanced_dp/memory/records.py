@@ -34,9 +34,9 @@ class DeviceMemory:
             ``MemoryProbe.measure``, during the measured block; in a snapshot, since the peak was
             last reset.
         peak_reserved_bytes: the maximum of ``reserved_bytes`` during the same time.
-        peak_used_bytes: the largest sample of ``used_bytes`` during the measured block. It is a
-            lower bound of the maximum.
-        num_alloc_retries: how often torch's allocator emptied its cache to try again.
+        peak_used_bytes: the largest sample of ``used_bytes`` during the measured block. This
+            sample is a lower bound of the maximum of ``used_bytes``.
+        num_alloc_retries: how often torch's allocator emptied its cache to try an allocation again.
         error: the reason why fields are missing, for example that the GPU is lost.
     """
 
@@ -60,7 +60,7 @@ class DeviceMemory:
     def label(self) -> str:
         """The device's names in torch and NVML, such as ``"cuda:0 (gpu:3)"``.
 
-        If only one of the two names is known, it is that name.
+        If only one of the two names is known, the label is that name.
         """
         if self.nvml_index is None:
             return str(self.device)

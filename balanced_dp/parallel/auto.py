@@ -24,7 +24,7 @@ from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
 _LARGE = 2**20
-"""A batch size so large that rounding hardly changes which share of the batch device 0 gets."""
+"""A batch size so large that rounding hardly changes the share of the batch that device 0 gets."""
 
 STATE_KEY = "auto_split"
 """The key under which a state dict's metadata holds the split found by ``gpu0_bsz="auto"``."""
@@ -74,8 +74,8 @@ class SplitPolicy:
             batch_size: the number of samples in the batch of the call.
 
         Warns:
-            BalanceWarning: ``gpu0_bsz`` has no effect on the first batch, because it is not below
-                the first device's number of samples in an even split of this batch.
+            BalanceWarning: ``gpu0_bsz`` has no effect on the first batch, because ``gpu0_bsz`` is
+                not below the first device's number of samples in an even split of this batch.
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         has_no_effect = batch_size > 1 and even <= (self.gpu0_bsz or 0)
@@ -115,10 +115,10 @@ class AutoSplit:
 
     This class has the methods and attributes of ``SplitPolicy``.
 
-    A split is the number of samples that each device gets. The best split is the one with which the
-    fullest device is least full: the highest peak memory of a device, as a fraction of the device's
-    total memory, is lowest. The search compares the peak memory of training iterations with
-    different splits.
+    A split is the number of samples that each device gets. The fullest device is the device whose
+    peak memory is the largest fraction of the device's total memory. The best split is the split
+    with which this fraction is smallest. The search compares the peak memory of training iterations
+    with different splits.
 
     An iteration begins with a forward pass with gradients enabled, and ends with the step of a
     ``torch.optim.Optimizer`` that trains the model. With gradient accumulation, an iteration
@@ -127,8 +127,8 @@ class AutoSplit:
 
     Attributes:
         search: the search for the best ``gpu0_bsz``.
-        batch_size: the number of samples in the largest training batch so far, which a loaded
-            checkpoint may have set. It is 0 before the first training batch.
+        batch_size: the number of samples in the largest training batch so far. It is 0 before the
+            first training batch, unless a loaded checkpoint has set it.
         num_iterations: the number of training iterations that have ended.
         last_split: how many samples each device got in the last call; empty before the first call.
 
@@ -179,7 +179,7 @@ class AutoSplit:
             _register_hook(_note_step)
             watched = () if self.search.is_over else self.devices
             self._num_ooms = num_ooms(watched) or self._num_ooms
-            # The size of the largest batch, and whether its gradients were added to existing ones.
+            # The size of the largest batch, and whether any parameter had a gradient before it.
             self._batch = (0, False)
             self._peaks = Peaks(watched)
 
@@ -223,7 +223,7 @@ class AutoSplit:
         return before == self._rule
 
     def _note_failure(self, has_failed: bool = False) -> bool:
-        """End the training iteration if memory ran out in it; return whether the split changes.
+        """End the iteration if memory ran out; return whether later batches are split differently.
 
         If memory runs out in evaluation, nothing changes.
 
@@ -241,7 +241,7 @@ class AutoSplit:
         return self.search.ran_out(self._batch[0], which_ran_out(self.devices, before))
 
     def remedy(self, batch_size: int) -> str:
-        """Adapt the split after memory ran out, and return the advice to add to the error."""
+        """Adapt the split of batches after memory ran out; return advice to add to the error."""
         if self._note_failure(has_failed=True):
             return f"gpu0_bsz='auto' has chosen {self.split(batch_size)[0]} now; repeat the step"
         return "gpu0_bsz='auto' keeps its split; lower the batch size"

@@ -28,7 +28,7 @@ class Difference(NamedTuple):
 
     It is the largest absolute difference between corresponding entries of the two tensors, divided
     by the largest absolute value in the tensor of the whole batch, or by 1 if that value is 0. It
-    is infinite if the split batch has no such output or gradient, or one of another shape.
+    is infinite if the output or gradient is missing for the split batch, or has another shape.
     """
     cause: str
     """The likely cause of the difference, and a remedy if one is known."""
@@ -67,7 +67,7 @@ class CheckResult:
 def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckResult:
     """Compare a module's outputs and gradients for a split batch with those for the whole batch.
 
-    A copy of the module, in evaluation mode, computes both.
+    A copy of the module, in evaluation mode, runs on the split batch and on the whole batch.
 
     Args:
         parallel: the ``BalancedDataParallel`` that holds the module.
@@ -107,7 +107,10 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 
 def _copied(*values: Any) -> Any:
-    """Return ``values`` with each tensor replaced by a copy without the original's graph."""
+    """Return ``values`` with each tensor replaced by a copy.
+
+    A copy is not connected to the autograd graph of the original.
+    """
     tensors = (pair for pair in nested.leaves(values) if isinstance(pair[1], Tensor))
     copies = {path: t.detach().requires_grad_(t.requires_grad).clone() for path, t in tensors}
     return nested.replaced(values, copies)

@@ -4,21 +4,22 @@ Each launch of a copy takes time. So several tensors of one dtype are flattened 
 tensor, which is copied in one piece. Such a group of tensors is a bucket. Parameters and buffers
 are copied to the other devices in buckets. If there are several other devices, NCCL broadcasts the
 buckets. Gradients are copied back in buckets, too. A bucket holds parameters that were registered
-one after the other, because a forward pass usually uses these soon after one another.
+one after the other, because a forward pass usually uses such parameters soon after one another.
 
 Weights are copied on CUDA streams that are used for nothing else. ``Arrivals`` holds the events
 that mark the end of the copy of each bucket. A replica may start to run before all copies are
-complete. So in each of its modules whose parameters are being copied, an ``ArrivingParameters``
-takes the place of the dictionary ``_parameters``. When the forward pass reads the first parameter
-of a module, the current stream waits for the copies of all parameters of this module.
+complete. So if parameters of one of the replica's modules are still being copied, an
+``ArrivingParameters`` takes the place of the dictionary ``_parameters`` of this module. When the
+forward pass reads the first parameter of a module, the current stream waits for the copies of all
+parameters of this module.
 
 The home of a parameter is the device that the original parameter is on. If gradients are enabled,
 each bucket has one ``Broadcast`` node in the autograd graph for each device that holds copies. The
-backward of this node runs as soon as that device has computed all gradients of the bucket. It
-copies the gradients to the home of the parameters, where autograd adds up the gradients of all
-devices. The ``Broadcast`` nodes of different buckets and devices do not wait for each other. In
-this picture, the buckets b0 to b3 hold the parameters of the layers l0 to l3, and d1 is a device
-other than their home::
+backward of a ``Broadcast`` node runs as soon as the device with the copies has computed all
+gradients of the bucket. The node copies the gradients to the home of the parameters, where autograd
+adds up the gradients of all devices. The ``Broadcast`` nodes of different buckets and devices do
+not wait for each other. In this picture, the buckets b0 to b3 hold the parameters of the layers l0
+to l3. The device d1 is not the home of these parameters::
 
     weights       home: b0 b1 b2 b3        one broadcast for each bucket, in the order of use
     forward       d1:      l0 l1 l2 l3     a layer waits for its own bucket
@@ -52,10 +53,11 @@ Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
 """
 
 LEAST_BYTES = 2**20
-"""The lowest limit, in bytes, on the size of a bucket of parameters or buffers.
+"""The minimum, in bytes, of the size limit for a bucket of parameters or buffers.
 
-A bucket is a group of tensors that are copied in one piece. A lower limit would give more buckets,
-and each bucket needs a launch on every device.
+A bucket is a group of tensors that are copied in one piece. The size limit depends on the size of
+all tensors, but is never below this minimum. A lower limit would give more buckets, and each bucket
+needs a launch on every device.
 
 Source: the size of the first bucket of torch 2.13's ``DistributedDataParallel``.
 """
@@ -88,10 +90,10 @@ class Arrivals:
         events: a dictionary that maps the ``id`` of a tensor to an event. Wait for the event of a
             copy before the copy is used. Wait for the event of an original before the original is
             written to.
-        are_traced: whether ``torch.compile`` has ever traced code that reads parameters whose
-            copies might be incomplete. Compiled code reads parameters without waiting. So once this
-            is True, each call of a model waits for the copies of all parameters before it runs the
-            replicas.
+        are_traced: whether ``torch.compile`` has ever traced code that reads copies of parameters
+            before these copies are known to be complete. Compiled code reads parameters without
+            waiting. So once ``are_traced`` is True, each call of a model waits for the copies of
+            all parameters before it runs the replicas.
     """
 
     are_traced: ClassVar[bool] = False
@@ -129,8 +131,8 @@ class Arrivals:
 class ArrivingParameters(UserDict[str, Any]):
     """A replacement for the ``_parameters`` of a module whose parameters are still being copied.
 
-    When a parameter is first read from this dictionary while a CUDA stream is current, this stream
-    waits for the copies of all parameters of the module. The operator ``in`` does not wait, since
+    The first time that a parameter is read while a given CUDA stream is current, this stream waits
+    for the copies of all parameters of the module. The operator ``in`` does not wait, since
     ``Module.__getattr__`` uses it to look up attributes of any kind.
 
     Args:
@@ -149,7 +151,7 @@ class ArrivingParameters(UserDict[str, Any]):
         self._waited: set[int] = set()
 
     def __reduce__(self) -> Any:
-        # A deep copy or a pickle of this object is one of the plain dictionary, because the
+        # Deep-copying or pickling this object copies the plain dictionary, because the
         # module's register_parameter writes to the plain dictionary.
         return itemgetter(0), ([self._arrived()],)
 
@@ -180,9 +182,9 @@ def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True)
         tensors: a dictionary that maps positions to tensors. The result contains these positions.
         of_gradients: whether the buckets are for gradients. If True, a tensor with hooks on its
             gradient gets a bucket of its own. In a shared bucket, its hooks would be called with
-            None if this tensor had no gradient, but others in the bucket had. If False, the tensors
-            of a bucket may have ``LEAST_BYTES`` in total, even if this is more than an eighth of
-            the size of all tensors.
+            None if this tensor had no gradient and another tensor in the bucket had one. If False,
+            the tensors of a bucket may have ``LEAST_BYTES`` in total, even if this is more than an
+            eighth of the size of all tensors.
     """
     sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors.values()]
     num_bytes = sum(filter(None, sizes))
@@ -208,7 +210,7 @@ def copy_to(
     tensors: Sequence[torch.Tensor],
     arrivals: Arrivals | None = None,
 ) -> Copies:
-    """Return the tensors on each of ``devices``, in the order of ``tensors``.
+    """Return copies of ``tensors`` on each of ``devices``, in the order of ``tensors``.
 
     For the device that a tensor is on, the tensor itself is returned. Between CUDA devices, many
     tensors are copied in few pieces. If there are several destinations, each piece is broadcast to
@@ -217,7 +219,7 @@ def copy_to(
     Args:
         devices: the destinations, each given once.
         tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
-        arrivals: if given, the end of each copy that is made in pieces is recorded in it as an
+        arrivals: if given, the end of the copy of each piece is recorded in this object as an
             event, and the caller has to wait for these events. If None, the current streams wait
             for all copies.
     """
@@ -338,17 +340,17 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class Receive(torch.autograd.Function):
     """Return aliases of parameters; in backward, pass on the gradients of the aliases.
 
-    The parameters are the originals of a bucket (a group of tensors that are copied together) on a
-    CUDA device, their home. The aliases are inputs of the ``Broadcast`` nodes of all other devices.
-    So autograd adds up the gradients from these devices before it runs the backward of this node.
-    It adds them up on the CUDA stream that was current when this node was made.
+    The parameters belong to one bucket: a group of tensors on one CUDA device, their home, that are
+    copied together. The aliases are inputs of the ``Broadcast`` nodes of all other devices. So
+    autograd adds up the gradients from these devices before it runs the backward of this node. The
+    gradients are added up on the CUDA stream that was current when this node was made.
 
-    Besides the aliases, this node returns an empty tensor, the token. In backward, the gradients of
-    the last bucket are sent to the home first, then those of the bucket before it. The token is an
-    input of the ``Broadcast`` nodes of the bucket before this one. So the backward of this node
-    runs only after all devices have sent the gradients of that bucket, too. By then the gradients
-    of this bucket have usually arrived. The stream that computes on the home then adds them to the
-    gradients that the home itself has computed, without waiting.
+    Besides the aliases, this node returns an empty tensor, the token. The token is an input of the
+    ``Broadcast`` nodes of the previous bucket. In backward, the last bucket comes first, so the
+    gradients of the previous bucket are sent to the home after the gradients of this bucket. The
+    backward of this node runs only after all devices have sent the gradients of both buckets. By
+    then the gradients of this bucket have usually arrived. The stream that computes on the home
+    then adds them to the gradients that the home itself has computed, without waiting.
     """
 
     @staticmethod
@@ -398,12 +400,12 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
     A bucket is a group of parameters whose gradients are copied in one piece.
 
     Args:
-        copies: the copies of all parameters on each device. The copies of parameters that require
-            grad are replaced, in these lists, by outputs of ``Broadcast`` nodes.
+        copies: for each device, a list of the copies of all parameters. In these lists, the copies
+            of parameters that require grad are replaced by outputs of ``Broadcast`` nodes.
         parameters: the originals, in the order of the copies.
     """
-    # Since 2.9, torch warns about gradients that come from streams of other devices. Here they are
-    # intended.
+    # Since 2.9, torch warns about gradients that come from streams of other devices. Here such
+    # gradients are intended.
     set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if set_warns is not None and any(map(is_cuda, copies)):
         set_warns(False)
@@ -414,8 +416,9 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
         originals = [parameters[i] for i in positions]
         home = originals[0].device
         received: Sequence[torch.Tensor] = originals
-        # The backward of Receive runs even if its own bucket has no gradients. The hooks of its
-        # parameters would then be called with None, so a parameter with hooks gets no Receive.
+        # The backward of Receive runs even if its own bucket has no gradients. The hooks of the
+        # bucket's parameters would then be called with None, so a parameter with hooks gets no
+        # Receive.
         if is_cuda(home) and not has_hooks(originals[0]):
             # The first use of a parameter creates the node that accumulates its gradients. That
             # node runs on the stream that is current at its creation. So a first Receive is applied

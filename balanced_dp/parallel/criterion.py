@@ -41,7 +41,7 @@ class BalancedCriterion(nn.Module):
         loss_weight: a function that returns the weight of a chunk's loss, as in
             ``BalancedDataParallel``.
         broadcast: dotted paths (such as ``"target.mask"``) of targets that are passed whole to each
-            device. A path begins with the name of a parameter of ``criterion``.
+            device. A path begins with the name of an argument of ``criterion``.
         split: dotted paths of targets that have one or more entries for each sample. Each device
             gets the entries of its samples. The targets may be lists, tuples, arrays and tensors.
 
@@ -116,7 +116,7 @@ class _Function(nn.Module):
     """A module that calls a function.
 
     If the function is a ``functools.partial`` with only keyword arguments, the tensors among these
-    become buffers of this module, so that they are copied to each device.
+    arguments become buffers of this module, so that they are copied to each device.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

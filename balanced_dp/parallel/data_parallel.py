@@ -80,7 +80,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             first device runs the module only in calls without samples. None means no limit: the
             split is even, or in proportion to ``device_weights``. ``"auto"`` starts with the even
             split, reads the peak memory of the devices after each optimizer step, tries at most six
-            splits, and keeps the one with which the fullest device is least full. If memory runs
+            splits, and keeps the split with which the fullest device is least full. If memory runs
             out, catch ``torch.OutOfMemoryError`` and repeat the step. State dicts contain the split
             that ``"auto"`` has found.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
@@ -117,10 +117,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             are added up, with a warning.
         loss_weight: a function that returns the weight of the 0-dim floating-point outputs that one
             replica computes from its chunk. The outputs are averaged over the replicas with these
-            weights. Use it for means over anything other than samples, such as selected tokens.
-            Each parameter of the function receives the argument of ``forward`` that has the same
-            name, as in ``lambda mask: mask.sum()``. The function returns a number of at least 0, a
-            tensor with one such number, or a dictionary that maps names of outputs to weights.
+            weights. Give ``loss_weight`` if outputs are means over anything other than samples,
+            such as selected tokens. Each parameter of the function receives the argument of
+            ``forward`` that has the same name, as in ``lambda mask: mask.sum()``. The function
+            returns a number of at least 0, a tensor of one element that is at least 0, or a
+            dictionary that maps names of outputs to weights.
         device_weights: one number for each device. The batch is split in proportion to these
             numbers.
         spread: whether the parameters, with their gradients and optimizer state, are spread over
@@ -150,7 +151,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     Warns:
         BalanceWarning: in the cases below. At most one warning is issued for each input, and at
             most one for each output. But after a warning about an output in a call without
-            gradients, a call with gradients may issue a second one.
+            gradients, a call with gradients may issue a second warning about this output.
 
             - ``gpu0_bsz`` is not below the first device's number of samples in an even split of the
               first batch.
@@ -274,8 +275,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module itself, not a replica of it, with the whole batch.
 
-        The module runs on the only device of ``device_ids`` or, if ``device_ids`` is empty, on its
-        own device.
+        The module runs on the only device of ``device_ids`` or, if ``device_ids`` is empty, on the
+        device of the module.
         """
         devices = self.devices
         [args], [keywords] = self.scatter(inputs, kwargs, devices)
@@ -294,8 +295,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def _current_call(self) -> Call | None:
         """The call of this model that is running, or None.
 
-        It holds the chunk sizes and other data for which the signatures of the methods below have
-        no arguments.
+        The ``Call`` holds the chunk sizes and other data that the methods below use. They have no
+        arguments for these data, because their signatures are those of ``nn.DataParallel``.
         """
         call: Call | None = current_call.get()
         return call if call and call.history is self._history else None
@@ -369,7 +370,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices of ``device_ids``, in the same order; if it is empty, the module's device."""
+        """The devices in ``device_ids``, or the module's device if ``device_ids`` is empty."""
         here = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         return self._devices_of(self.device_ids) or [here]
 
@@ -384,10 +385,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets.
 
-        With ``"auto"``, this is the current value for the largest training batch so far, whose size
-        may come from a loaded checkpoint. It is None before the first training batch. Reading the
-        attribute also checks whether memory has run out, which may change the value. The attribute
-        may be set to any value that the constructor accepts.
+        With ``"auto"``, this is the number of samples that the first device currently gets of the
+        largest training batch so far. The size of this batch may come from a loaded checkpoint.
+        Before the first training batch, the attribute is None, unless a checkpoint gave this size.
+        Reading the attribute also checks whether memory has run out, which may change the value.
+        The attribute may be set to any value that the constructor accepts.
         """
         return self._policy.gpu0_bsz
 

@@ -21,24 +21,25 @@ from .losses.weights import joined, moved
 class Gather:
     """Join the outputs of the replicas into one output on one device. Differentiable.
 
-    - Tensors are concatenated along the batch dimension if their shapes differ only in that
-      dimension, or if the size of that dimension is the same multiple of the chunk size (the
-      replica's number of samples) on every replica. Otherwise they are concatenated along the only
-      dimension whose size is proportional to the chunk size, as for the states of RNNs. If there is
-      no such dimension either, but each replica has one row, they are concatenated along the batch
-      dimension. Rows are in the order of the devices. A warning is issued unless each sample has
-      exactly one row. Any other tensor must be equal on all replicas, and is returned once.
+    - The chunk size is the number of samples of a replica. Tensors are concatenated along the batch
+      dimension if their shapes differ only in that dimension, or if the size of that dimension is
+      the same multiple of the chunk size on every replica. Otherwise they are concatenated along
+      the only dimension whose size is proportional to the chunk size, as for the states of RNNs. If
+      no dimension is of this kind, but each replica has one row, tensors are concatenated along the
+      batch dimension. Rows are in the order of the devices. A warning is issued unless each sample
+      has exactly one row. Any other tensor must be equal on all replicas, and is returned once.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, this dimension is
       restored before the tensors are concatenated.
     - 0-dim tensors, and tensors with one entry for several samples, are joined into one value, or
       stacked into a vector with ``scalar_outputs="stack"``. Integers and bools that differ between
       replicas are added up, with a warning. The sum of bools is True if any of them is True.
-    - A list or tuple whose length is the chunk size on every replica has an entry for each sample.
-      The entries of all replicas are put into one list or tuple. But if all chunks have the same
-      size, the length does not show whether there is an entry for each sample. In this case, tuples
-      are joined item by item. Lists are also joined item by item if they are equal on all replicas,
-      contain a tensor with a batch dimension, or contain only tensors of one element. A warning
-      about these lists is issued, unless they have only one item, which is not a dictionary.
+    - If chunks have different sizes, a list or tuple whose length is the chunk size on every
+      replica has an entry for each sample. The entries of all replicas are put into one list or
+      tuple. If all chunks have the same size, the length does not show whether there is an entry
+      for each sample. In this case, tuples are joined item by item. Lists are also joined item by
+      item if they are equal on all replicas, contain a tensor with a batch dimension, or contain
+      only tensors of one element. A warning about these lists is issued, unless they have only one
+      item and this item is not a dictionary. The entries of other lists are put into one list.
     - Other containers are joined item by item: each item of the result is joined from the items
       with the same name or position. A key-value cache of transformers becomes None, with a
       warning. Any other value must be equal on every replica and is returned unchanged.
@@ -173,8 +174,8 @@ class Gather:
         sizes = self.call.chunk_sizes
         lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
-        # For each dimension, the numbers of rows per sample on the replicas. The sets are empty if
-        # the batch was not split.
+        # For each dimension, the set of the numbers of rows per sample on the replicas. The sets
+        # are empty if the batch was not split.
         factors = [{n / size for n, size in zip(own, sizes, strict=False)} for own in lengths]
         following = [d for d, own in enumerate(factors) if len(own) < 2 and sum(own) % 1 == 0]
         exact = [d for d in following if lengths[d] == sizes]

@@ -18,11 +18,11 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     of the device. If the memory of a device is unknown, all devices get about the same number of
     bytes.
 
-    Several successive submodules form a group, whose parameters go to the same device, since they
-    are copied together and used soon after one another. The first group goes to the first device,
-    and each later group to the device that is then the least full, relative to its total memory. So
-    the gradients of a backward pass arrive at all devices at the same time, not at one device after
-    another.
+    Several successive submodules form a group. The parameters of a group go to the same device,
+    since these parameters are copied together and used soon after one another. The first group goes
+    to the first device, and each later group to the device that is then the least full, relative to
+    its total memory. So the gradients of a backward pass arrive at all devices at the same time,
+    not at one device after another.
 
     Args:
         module: the module. Before the call, it may be on the CPU, for example because it fits on no

@@ -94,7 +94,7 @@ def items(container: object, path: str = "") -> list[tuple[str, Any]] | None:
 
     Args:
         container: the container.
-        path: the dotted path of the container. The paths of its items begin with it.
+        path: the dotted path of the container. The paths of its items begin with this path.
     """
     found: Iterable[tuple[Any, Any]]
     if isinstance(container, MutableMapping):

@@ -40,7 +40,7 @@ def parallel_apply(
         arguments: the arguments of each call.
         devices: the device of each call. Several calls may have the same device.
         chunk_sizes: the number of samples of each call, or empty if unknown. The note that is added
-            to an exception states the number.
+            to an exception states the number of samples.
 
     Raises:
         BaseException: the exception of the failed call with the lowest index, after all calls have

@@ -33,8 +33,8 @@ class PerDevice(Scattered):
         outputs: the output of each replica, on the device of the replica.
         call: the ``Call`` that computed the outputs. It holds the chunk sizes, and says how 0-dim
             outputs are joined.
-        output_device: the device on which ``gather`` joins the outputs, and ``map`` joins the
-            results of its function.
+        output_device: the device on which ``gather`` joins the outputs, and on which ``map`` joins
+            the results of the function that it calls.
 
     Attributes:
         devices: the device of each output.
@@ -113,8 +113,9 @@ class PerDevice(Scattered):
                 of ``n`` samples, it returns 0-dim tensors, or tensors whose batch dimension has
                 size ``n``.
             *args: further positional arguments of the function, for the whole batch. Tensors are
-                split over the devices in the same chunk sizes as the batch.
-            **kwargs: keyword arguments of the function, which are split in the same way.
+                split over the devices into chunks of the same sizes as those of the batch.
+            **kwargs: keyword arguments of the function, for the whole batch. They are split in the
+                same way as the positional arguments.
             scalar_outputs: how 0-dim results are joined, as in ``BalancedDataParallel``:
                 ``"auto"``, ``"mean"``, ``"sum"`` or ``"stack"``.
 

@@ -28,20 +28,21 @@ MEMBERS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module stores registered objects (``MEMBERS``) and hooks (``HOOKS``).
 
-Each is a dictionary. A replica has dictionaries of its own for them.
+Each of these attributes is a dictionary. The modules of a replica have dictionaries of their own.
 """
 
 _CARRIERS = (types.MethodType, functools.partial)
 """Types of callables, such as hooks or a replaced ``forward``, that may refer to modules.
 
-In a replica, such a callable is replaced by one that refers to the copies of the modules.
+In a replica, such a callable is replaced by a callable that refers to the copies of the modules.
 """
 
 _Member = tuple[int, str, str, Any]
 """A parameter, buffer or submodule, which is registered in a module.
 
-The tuple contains the index of that module, the name of the dictionary that holds the object (one
-of ``MEMBERS``), the object's name in this dictionary, and the object itself.
+The tuple contains the index of the module in which the object is registered, the name of the
+dictionary that holds the object (one of ``MEMBERS``), the object's name in this dictionary, and the
+object itself.
 """
 
 _Place = tuple[int, str, str, int]
@@ -62,8 +63,8 @@ class Blueprint:
         places: where each tensor is registered: the index of the module, the name of the
             dictionary, the tensor's name in this dictionary, and the tensor's position in
             ``tensors``. A tensor that is registered several times has several entries.
-        children: where each submodule is registered, as in ``places``, with its position in
-            ``modules``.
+        children: where each submodule is registered, in the form of ``places``. The position is the
+            position of the submodule in ``modules``.
         bound: the attributes and hooks that may refer to modules, such as bound methods. Each entry
             contains the index of a dictionary, a key, and the value under this key. The
             dictionaries are the ``__dict__`` of all modules, followed by their dictionaries of
@@ -161,9 +162,9 @@ class Replica:
         for index, kind, name, _ in blueprint.places:
             self.attributes[index][kind][name] = None
         self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
-        """Where each tensor is registered: a dictionary, the tensor's name there, its position.
+        """Where each tensor is registered: a dictionary, the tensor's name in it, and a position.
 
-        The position is that in ``Blueprint.tensors``.
+        The position is the position of the tensor in ``Blueprint.tensors``.
         """
         self._hooks = _registered(HOOKS, self.attributes)
         self._bind()
@@ -203,8 +204,8 @@ class Replica:
         Args:
             tensors: a tensor for each of ``Blueprint.tensors``, all on the device of this replica.
                 Copies of parameters may still be incomplete.
-            arrivals: the events that mark the end of these copies. Before a parameter is used, the
-                replica waits for them.
+            arrivals: the events that mark the end of the copying of parameters. Before a parameter
+                is used, the replica waits for these events.
         """
         for own, name, position in self._slots:
             own[name] = tensors[position]
@@ -214,13 +215,16 @@ class Replica:
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
                 own["_parameters"] = ArrivingParameters(plain, tensors[0].device, awaited)
                 self._arriving.append(own)
-        # Without new flat weights, flatten_parameters() in forward would use the original's.
+        # Without new flat weights, flatten_parameters() in forward would use those of the original.
         for rnn in self._rnns:
             # A weight that forward computes, as in DropConnect, does not exist yet: None.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
     def stop_waiting(self) -> None:
-        """Replace each ``ArrivingParameters`` by its plain dictionary, whose reads do not wait."""
+        """Replace each ``ArrivingParameters`` by the plain dictionary that it holds.
+
+        Reads of the plain dictionary do not wait for copies.
+        """
         while self._arriving:
             own = self._arriving.pop()
             own["_parameters"] = own["_parameters"].data

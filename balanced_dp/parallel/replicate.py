@@ -35,8 +35,8 @@ class Replicator:
     other replica has copies of the buffers.
 
     Attributes:
-        copies: makes the copies of the parameters on other devices. Inside a ``with`` block of
-            ``copies.shared()``, all calls use the same copies.
+        copies: the object that makes the copies of the parameters on other devices. Inside a
+            ``with`` block of ``copies.shared()``, all calls use the same copies.
     """
 
     def __init__(self) -> None:
@@ -120,16 +120,16 @@ class Replicas(list[ModuleT]):
     The first replica uses the module's own parameters and buffers if they are on the device of this
     replica. It has copies of all other parameters and buffers. What the forward pass writes to
     these copies is copied to the module at the end of ``running``. To find out which copies have
-    been written to, their state before the call is stored.
+    been written to, the version counter and storage of each copy before the call are stored.
 
     Args:
         blueprint: the ``Blueprint`` of the module.
         waiting: the idle replicas of earlier calls. The replicas of this call are taken from this
-            list; if it has too few, new ones are made. After the call, its replicas are added to
-            the list if they may be reused.
+            list; if it has too few, new replicas are made. After the call, each replica of the call
+            that may be reused is added to the list.
         tensors: the parameters and buffers of each replica, in the order of ``Blueprint.tensors``.
-        arrivals: the events that mark the end of the copies of parameters, some of which may still
-            be incomplete.
+        arrivals: the events that mark the end of the copies of parameters. Some copies may still be
+            incomplete.
     """
 
     def __init__(

@@ -77,9 +77,10 @@ class Inputs:
         """Return the number of samples of the whole batch, or None if nothing is split.
 
         The number is the size along ``dim`` of the first tensor that is split and is not named in
-        ``split``. If there is no such tensor, it is the size of the first tensor named in
-        ``split``. If no tensor is split at all, it is the number of samples in the first
-        ``Scattered``, or else the length of the first sequence named in ``split``.
+        ``split``. If there is no such tensor, it is the size along ``dim`` of the first tensor
+        named in ``split``. If no tensor is split at all, it is the number of samples in the first
+        ``Scattered``. If there is no ``Scattered`` either, it is the length of the first sequence
+        named in ``split``.
 
         Raises:
             ScatterError: the first tensor that is split has no dimension ``dim``, or an input has a
@@ -87,8 +88,8 @@ class Inputs:
 
         Warns:
             BalanceWarning: the inputs contain lists or arrays, but nothing is split; or all tensors
-                that are split are in one list, which should be split instead if it has one entry
-                for each sample.
+                that are split are in one list. If this list has one entry for each sample, the list
+                should be split instead.
         """
         named = self._named()
         found = list(self._all_to_split(named))
@@ -298,7 +299,7 @@ def _error(path: str, message: str) -> ScatterError:
 
 
 def _is_below(path: str, others: Iterable[str]) -> bool:
-    """Return whether a dotted path is one of ``others``, or begins with one, as a.b does with a."""
+    """Return whether a dotted path is one of ``others`` or inside one, as ``a.b`` is in ``a``."""
     return any(f"{path}.".startswith(f"{other}.") for other in others)
 
 

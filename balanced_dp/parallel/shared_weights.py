@@ -32,7 +32,7 @@ class ParameterCopies:
     def on(
         self, devices: Iterable[torch.device], parameters: list[torch.Tensor]
     ) -> tuple[Copies, Arrivals]:
-        """Return copies of the parameters on each device, and events to wait for before their use.
+        """Return copies of the parameters on each device, and events that mark their completion.
 
         For the device that a parameter is on, the parameter itself is returned. Inside ``shared``,
         there are no events, because the current streams wait for the copies.
@@ -133,8 +133,8 @@ def _copied(
         devices: the destinations, each given once.
         parameters: the originals.
         has_gradients: whether the copies are differentiable.
-        arrivals: the events to wait for, as in ``copy_to``. If None, the current streams wait for
-            all copies.
+        arrivals: the object that gets the events to wait for, as in ``copy_to``. If None, the
+            current streams wait for all copies.
     """
     # Calls outside of inference mode could not use tensors that were made in inference mode.
     with torch.inference_mode(False), torch.no_grad():

@@ -20,8 +20,8 @@ METRICS: dict[str, Callable[[Report], float]] = {
 
 - ``peak``: the highest peak of any device, in bytes.
 - ``max_batch``: the number of samples in the largest batch that fits.
-- ``speed``: the number of samples per second. On emulated devices, the most samples on any device
-  with the even split, divided by the most samples on any device with the option.
+- ``speed``: the number of samples per second. On emulated devices, the speed is the most samples on
+  any device with the even split, divided by the most samples on any device with the best option.
 """
 
 
@@ -59,7 +59,7 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
             ``"peak:5%,speed:10%"``. Metrics that are not named have no limit.
 
     Returns:
-        A comparison for each metric. The reports of scripts are not compared in ``max_batch``.
+        A comparison for each metric. For reports of scripts, the metric ``max_batch`` is left out.
 
     Raises:
         ArgumentError: If the limits are malformed, or the reports differ in workload, batch size,

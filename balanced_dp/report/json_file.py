@@ -44,11 +44,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def load_report(path: str | Path) -> Report:
-    """Return the report in a JSON file that ``save_report`` or a command has written.
+    """Return the report in a JSON file that ``save_report`` or ``balanced-dp`` has written.
 
     Raises:
-        ReportError: If the file cannot be read or is truncated, or if it is not a report, or is a
-            report of another version.
+        ReportError: If the file cannot be read, is truncated, is not a report, or is a report whose
+            fields have another version than ``SCHEMA``.
     """
     try:
         record = _printable(json.loads(Path(path).read_text(encoding="utf-8")))

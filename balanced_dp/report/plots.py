@@ -83,10 +83,10 @@ def draw_peaks(axes: Axes, report: Report) -> None:
 def draw_uses(axes: Axes, report: Report) -> None:
     """Draw what fills each device at its peak, for the best option and for another option.
 
-    An option is a measured way to train a batch. The other option has the batch size of the best
-    option. It is the even split. If the even split is the best option, ran out of memory or was not
-    measured, it is the next option in the ranking. If there is no such option, only the best option
-    is drawn.
+    An option is a measured way to train a batch. The other option is the even split. If the even
+    split is the best option, ran out of memory or was not measured, the other option is the next
+    option in the ranking. Only options with the batch size of the best option are considered. If
+    there is no other option with this batch size, only the best option is drawn.
     """
     best, even = report.best, report.even
     ran = {even.line: even} if even is not None and not even.out_of_memory else {}

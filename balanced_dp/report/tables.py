@@ -182,7 +182,7 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
 
 
 def device_table(report: Report) -> TextTable:
-    """Return a table of the memory that each device holds, if the report's best option is used.
+    """Return a table of the memory that each device holds with the best option of a report.
 
     The table also has the peak of each device with the even split, unless the even split is the
     best option, ran out of memory or was not measured.
@@ -252,7 +252,7 @@ def candidates(report: Report) -> list[Option]:
     """Return the options with the best option's ``gather`` and ``spread``, sorted by chunk sizes.
 
     Only options for ``report.batch_size`` samples and without ``device_weights`` are returned. So
-    they differ only in ``gpu0_bsz``.
+    the returned options differ only in ``gpu0_bsz``.
     """
     same = (o for o in report.options if o.kind == report.best.kind and not o.device_weights)
     of_batch = (option for option in same if option.batch_size == report.batch_size)

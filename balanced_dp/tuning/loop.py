@@ -31,8 +31,9 @@ from .options import Option, arguments_of
 _MANY = 10
 """The number of steps of the first optimizer for which an iteration waits for other optimizers.
 
-The first optimizer is the one that stepped first in the training loop. If the other optimizers have
-not stepped by then, the iteration ends with the next step of the first optimizer. See ``Loop``.
+The first optimizer is the one that stepped first in the training loop. If the first optimizer has
+taken this many steps in an iteration, and the other optimizers have not stepped yet, the iteration
+ends with the next step of the first optimizer. See ``Loop``.
 """
 
 
@@ -56,10 +57,11 @@ class Loop(AutoSplit):
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
             the most samples that device 0 gets. On emulated devices, ``"auto"`` uses the even split
-            until that split is measured. On emulated devices, if it is an integer, the loop uses
-            this ``gpu0_bsz`` and the even split in turn, because the memory that a script holds may
-            change while the script runs. The turns have 2, 3, 4, ... iterations. So something that
-            the script does in every n-th iteration happens with both splits.
+            until that split is measured. On emulated devices, an integer ``gpu0_bsz`` is used in
+            some iterations, and the even split in the others. The loop changes from one split to
+            the other after 2, 3, 4, ... iterations. So both splits are measured throughout the
+            script, whose use of memory may change while the script runs. And something that the
+            script does in every n-th iteration happens with both splits.
         devices: the devices of the loop.
         budgets: the number of bytes that may be used on each device; None means no limit.
         num_steps: the number of iterations after which the next forward pass with gradients raises
@@ -67,8 +69,8 @@ class Loop(AutoSplit):
 
     Attributes:
         last: the measurement of the iteration with the highest peak; None before the first
-            measurement. If no iteration ended, it is the measurement of everything from the first
-            forward pass in which gradients are enabled to the end of the training loop.
+            measurement. If no iteration ended, ``last`` is one measurement of the whole time from
+            the first forward pass in which gradients are enabled to the end of the training loop.
         num_parameters: the number of elements of all parameters of the first optimizer.
         precision: the dtype of autocast as text; None if autocast was not enabled.
     """
@@ -118,9 +120,9 @@ class Loop(AutoSplit):
         self._ranges: dict[tuple[Any, ...], tuple[int, int]] = {}
         """A dict from each kind of iteration to the lowest and the highest peak of its iterations.
 
-        Iterations are of the same kind if they have the same chunk sizes, and if in both or in
-        neither gradients were added to existing gradients. The peak of an iteration is the highest
-        peak of any device, in bytes.
+        Two iterations are of the same kind if they have the same chunk sizes, and if gradients were
+        added to existing gradients either in both iterations or in neither of them. The peak of
+        an iteration is the highest peak of any device, in bytes.
         """
         self.search = LoopSearch(
             self.budgets or [1] * len(self.devices),
@@ -133,8 +135,9 @@ class Loop(AutoSplit):
         """The measurement of each split that was tried with the largest batch so far.
 
         A split is the chunk size (the number of samples) of each device. If a split was measured
-        more than once, it is the measurement with the highest peak. If ``gpu0_bsz`` is ``"auto"``,
-        only the latest measurements of each split count: the same number for all splits, at most 3.
+        more than once, the list contains the measurement with the highest peak. If ``gpu0_bsz`` is
+        ``"auto"``, only the latest measurements of each split are considered, at most 3. The number
+        of considered measurements is the same for all splits.
         """
         return [option for _, option in self.search.highest.values()]
 
@@ -172,7 +175,7 @@ class Loop(AutoSplit):
             model._policy = SplitPolicy(None, model.devices)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return how many samples each device gets if the next call has ``batch_size`` samples."""
+        """Return how many samples each device gets if the next batch has ``batch_size`` samples."""
         emulates = is_emulated(self.devices[0])
         if self.wanted == "auto" and (not emulates or any(o.is_even for o in self.options)):
             return super().split(batch_size)

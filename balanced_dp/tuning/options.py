@@ -13,9 +13,9 @@ from ..split import EQUAL, even_share, split_batch
 Goal = Literal["speed", "headroom", "batch"]
 """What makes an option (a measured way to train a batch) the best option.
 
-- ``"speed"``: its largest chunk (the most samples on any device) is the smallest.
-- ``"headroom"``: its fullest device is the least full.
-- ``"batch"``: its batch is the largest.
+- ``"speed"``: the device with the most samples has as few samples as possible.
+- ``"headroom"``: the fullest device is as little full as possible.
+- ``"batch"``: the batch is as large as possible.
 """
 
 
@@ -140,8 +140,8 @@ def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[i
     An option is a measured way to train a batch. Its features (an uneven split, the loss on each
     device, parameters spread over all devices) are listed by ``Option.features``. Each feature of
     the result is also a feature of ``option``. If ``option`` has an uneven split, the result may
-    have another ``gpu0_bsz`` or the even split, even if ``option`` has ``device_weights``. The
-    result has ``device_weights`` only if ``option`` has them.
+    have another ``gpu0_bsz`` or the even split. This is also true if ``option`` has
+    ``device_weights``. The result has ``device_weights`` only if ``option`` has them.
 
     Args:
         option: the option that limits the features. It is returned if none of ``options``
@@ -159,18 +159,18 @@ def ranked(
 ) -> list[Option]:
     """Return the best of the options that fit in memory, in descending order of merit.
 
-    An option is a measured way to train a batch. The options that fit are divided into groups:
-    options of the same batch size in a group differ only in ``gpu0_bsz``, or only in
+    An option is a measured way to train a batch. The options that fit are divided into groups. Two
+    options in a group that have the same batch size differ only in ``gpu0_bsz``, or only in
     ``device_weights``. From each group, two options with ``batch_size`` samples are considered. The
     first is the option with the most samples on device 0. If the group's options differ only in
     ``gpu0_bsz``, this is the fastest option. The second is the option whose fullest device is the
     least full. For the goal ``"batch"``, only the option with the largest batch in each group is
     considered, and the even split has a group of its own.
 
-    A considered option is inferior, and left out, if an option that is ranked before it has no
-    additional features and is at least as good in three respects. These are the speed, the
-    utilization of the fullest device (both rounded to about one percent), and the largest batch
-    that fits. For the goal ``"batch"``, the utilization is not compared.
+    A considered option is left out if an option that is ranked before it has no additional features
+    and is at least as good in three respects. The three respects are the speed, the utilization of
+    the fullest device, and the size of the largest batch that fits. The speed and the utilization
+    are rounded to about one percent. For the goal ``"batch"``, the utilization is not compared.
 
     Args:
         options: the measured options.

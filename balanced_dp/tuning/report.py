@@ -49,9 +49,10 @@ def mode_of(device: torch.device) -> Mode:
 
 
 def _with_gpu0_bsz(source: str, gpu0_bsz: int | None) -> str:
-    """Return a statement of a script with ``gpu0_bsz`` in the calls that wrap a model.
+    """Return the statement ``source`` after putting ``gpu0_bsz`` into each call that wraps a model.
 
-    The result is empty if the statement has no such call, or is not complete, as ``else: ...``.
+    The result is empty if ``source`` contains no call that wraps a model, or if ``source`` is not a
+    complete statement, such as ``else: ...``.
     """
     value, is_given = ast.Constant(gpu0_bsz), False
     try:
@@ -142,18 +143,18 @@ class Report:
             these are the parameters of its first optimizer.
         precision: the dtype of autocast as text; None without autocast.
         batch_size: the number of samples in the requested batch. In the report of a script, the
-            number of samples in its largest batch.
+            number of samples in the script's largest batch.
         capacity_bytes: the capacity of each device.
         has_capacity: whether ``capacity_bytes`` were given by the user or reported by accelerators.
-            Otherwise each entry is the highest peak of the even split, rounded up to whole MiB. If
-            the even split was not measured, it is that of the first option.
+            Otherwise each capacity is the highest peak of the even split, rounded up to whole MiB.
+            If the even split was not measured, the first option is used instead of the even split.
         reserve_bytes: the bytes of each device to keep free for CUDA's context and for workspaces
             of libraries, which the measured peaks do not include.
         goal: how the options are ranked: ``"speed"``, ``"headroom"`` or ``"batch"``, as in
             ``tune``.
         options: all measured options, in the order of measurement.
-        failures: for ``"gather=False"`` and ``"spread=True"``, why options with this argument could
-            not be measured. Empty if there was no failure.
+        failures: a dict from ``"gather=False"`` or ``"spread=True"`` to the reason why options with
+            this argument could not be measured. Empty if there was no failure.
         wrapped_at: the lines of a script that wrap a model, each as ``file:line: source``.
         is_trainer: whether a ``Trainer`` of transformers wraps the model of a script.
         notes: sentences about the run of a script, such as that it was ended early.
@@ -190,11 +191,11 @@ class Report:
 
         Args:
             devices: the devices on which the options were measured.
-            options: the measured options, at least one. ``batch_size`` of the report is that of the
-                first option.
-            capacities: the capacity of each device in bytes; None means the highest peak of the
-                even split, or of the first option if the even split was not measured, rounded up to
-                whole MiB.
+            options: the measured options, at least one. The report's ``batch_size`` is the batch
+                size of the first option.
+            capacities: the capacity of each device in bytes. If this is None, each capacity is the
+                highest peak of the even split, rounded up to whole MiB. If the even split was not
+                measured, the first option is used instead of the even split.
             reserve: the bytes of each device to keep free.
             goal: how the options are ranked; None means ``"speed"``, or ``"headroom"`` if
                 ``capacities`` is None.
@@ -230,11 +231,13 @@ class Report:
     def ranked_options(self) -> list[Option]:
         """The best of the options that fit in memory, in descending order of merit.
 
-        Of the options for ``batch_size`` samples that differ only in ``gpu0_bsz``, or only in
-        ``device_weights``, there are at most two: the fastest, and the one whose fullest device is
-        the least full. If ``goal`` is ``"batch"``, there is instead the one with the largest batch
-        and, separately, the even split with the largest batch. An option is left out if a better
-        one is at least as good in all respects and has no additional features. See ``ranked``.
+        Options for ``batch_size`` samples form a group if they differ only in ``gpu0_bsz``, or only
+        in ``device_weights``. At most two options of each group are ranked: the option with the
+        most samples on device 0, and the option whose fullest device is the least full. If ``goal``
+        is ``"batch"``, a group contains options of all batch sizes, and the even split has a group
+        of its own. Then only the option with the largest batch in each group is ranked. An option
+        is left out if an option ranked before it is at least as good in all respects and has no
+        additional features. See ``ranked``.
         """
         return ranked(self.options, self.batch_size, self.budgets, self.goal)
 
@@ -242,8 +245,8 @@ class Report:
     def best(self) -> Option:
         """The best option by ``goal``; if none is ranked, the option that is closest to fitting.
 
-        No option is ranked if no option for ``batch_size`` samples fits in memory, or, if ``goal``
-        is ``"batch"``, no option at all.
+        No option is ranked if no option for ``batch_size`` samples fits in memory. The
+        exception is the goal ``"batch"``, for which options of all batch sizes are ranked.
 
         The option that is closest to fitting is chosen among the options for ``batch_size``
         samples. Of the options that did not run out of memory, it is the option whose fullest
@@ -259,17 +262,20 @@ class Report:
 
     @property
     def even(self) -> Option | None:
-        """The option that differs from the first measured option at most by having the even split.
+        """The option with the even split that is otherwise like the first measured option.
 
-        Both have the same batch size, ``gather`` and ``spread``. None if there is no such option.
+        The two options have the same batch size, ``gather`` and ``spread``. They are the same
+        option if the first measured option has the even split. None if the even split was not
+        measured with this batch size, ``gather`` and ``spread``.
         """
         return self.even_like(self.options[0])
 
     def even_like(self, option: Option) -> Option | None:
         """Return the option with the even split that is otherwise like ``option``.
 
-        Its batch size, ``gather`` and ``spread`` are those of ``option``. Return None if no such
-        option was measured.
+        The result has the same batch size, ``gather`` and ``spread`` as ``option``. The result is
+        None if no option with the even split, this batch size, ``gather`` and ``spread`` was
+        measured.
         """
         same = (o for o in self.options if o.is_even and o.batch_size == option.batch_size)
         return next((o for o in same if o.kind == option.kind), None)

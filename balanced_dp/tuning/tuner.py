@@ -29,13 +29,14 @@ from .workload_search import WorkloadSearch, fill_alike
 _LARGEST_BATCH = 2**16
 """The upper limit of the batch size in the search for the largest batch that fits.
 
-Batches are created on the CPU, even if the devices keep only the shapes of tensors.
+The batch size has a limit because batches are created on the CPU with all their values, even if the
+devices keep only the shapes of tensors.
 """
 
 _LARGEST_MULTIPLE = 4
-"""The upper limit of the batch size, divided by the requested batch size.
+"""The upper limit of the batch size, as a multiple of the requested batch size.
 
-The limit applies on emulated devices that compute values, in the search for the largest batch.
+This limit applies to the search for the largest batch on emulated devices that compute values.
 """
 
 
@@ -70,11 +71,13 @@ def tune(
             number, all devices are emulated. By default, there is one device for each entry of
             ``capacities``. Without ``capacities``, the devices are all accelerators if there are
             two or more, otherwise four emulated devices.
-        capacities: the capacity of each device in bytes. Emulated devices may hold more. By
-            default, the capacity of an accelerator is its total memory. The default capacity of
-            each emulated device is the highest peak of the even split, rounded up to whole MiB.
+        capacities: the capacity of each device in bytes. Emulated devices may hold more than their
+            capacity. By default, the capacity of an accelerator is its total memory. The default
+            capacity of each emulated device is the highest peak of the even split, rounded up to
+            whole MiB.
         reserve: the bytes of each device to keep free. The default is 1 GiB, for CUDA's context and
-            workspaces of libraries, or 0 if the capacity is the peak of the even split.
+            workspaces of libraries. If the capacity is the peak of the even split, the default
+            is 0.
         sweep: values of ``gpu0_bsz`` to measure in addition to those that the search chooses. A
             value is skipped if it gives a device fewer samples than the model can train on, such as
             one sample if the model has a batch norm.
@@ -178,7 +181,7 @@ class _Run:
     known: dict[tuple[Split, bool, bool], Option] = field(default_factory=dict)
 
     def measured(self, split: Split, gather: bool, spread: bool) -> Option:
-        """Return the measurement of ``split``, which is made only if it is not in ``known``."""
+        """Return the option in ``known`` for the arguments; measure the option if it is missing."""
         key = split, gather, spread
         if key not in self.known:
             self.known[key] = self.meter.measure(split, gather=gather, spread=spread)
@@ -186,13 +189,13 @@ class _Run:
         return self.known[key]
 
     def search(self, report: Report, gather: bool, spread: bool) -> None:
-        """Search for the best split for ``gather`` and ``spread``, and measure the splits tried.
+        """Search for the best split with the given ``gather`` and ``spread`` by measuring splits.
 
         A split is the number of samples of each device. The splits tried are the even split, the
         splits with a ``gpu0_bsz`` in ``swept``, and the splits that ``WorkloadSearch`` chooses. If
         the devices have different budgets (the bytes that each may hold), splits that should fill
-        all devices equally are also tried. Apart from the even split of the requested batch, no
-        split is tried that gives a device fewer samples than the model can train on.
+        all devices equally are also tried. Except for the even split of the requested batch, a
+        split is skipped if it gives a device fewer samples than the model can train on.
 
         Args:
             report: the report with the budgets and the mode of the devices.

@@ -42,8 +42,8 @@ class Workload:
         make_optimizer: a function that takes the model's parameters and returns an optimizer.
         precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``. None means no
             autocast.
-        name: the name of the workload in reports. If no name is given, ``find_workload`` sets it to
-            its argument.
+        name: the name of the workload in reports. If no name is given, ``find_workload`` uses its
+            argument ``target`` as the name.
         batch_size: the batch size that the commands ``tune`` and ``plan`` use by default.
     """
 
@@ -154,7 +154,7 @@ def encoded_text() -> tuple[torch.Tensor, int]:
 def character_batch(starts: torch.Tensor) -> Batch:
     """Return a batch of excerpts of ``encoded_text``, each with 64 characters.
 
-    The target of each position is the character that follows it.
+    The target at each position is the next character of the text.
 
     Args:
         starts: the index of the first character of each excerpt.

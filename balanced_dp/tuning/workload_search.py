@@ -16,8 +16,8 @@ from ..split import split_batch, split_by_weights
 _CLOSE = 400
 """A search finds the largest chunk or the largest batch to within 1 part in ``_CLOSE``.
 
-A search for the largest chunk and then one for the largest batch, which uses this chunk, find the
-largest batch to within 0.5 %.
+If the search for the largest batch uses the largest chunk that another search has found, the errors
+of the two searches add up. Then the largest batch is found to within 0.5 %.
 """
 
 
@@ -26,8 +26,9 @@ class WorkloadSearch(Search):
     """A search for the best ``gpu0_bsz`` of a batch, and then for the largest batches that fit.
 
     Attributes:
-        for_speed: whether to also find the largest ``gpu0_bsz`` with which device 0 stays within
-            its budget.
+        for_speed: whether to find a second ``gpu0_bsz``, after the one with which the fullest
+            device is the least full. The second is the largest ``gpu0_bsz`` with which device 0
+            holds at most its budget (the bytes that the device may hold).
         largest: the upper limit of the batch size in the search for the largest batch.
     """
 
@@ -42,9 +43,9 @@ class WorkloadSearch(Search):
         There are three searches. The first finds the best ``gpu0_bsz`` for ``batch_size`` samples.
         The second finds the largest batch that fits with the even split. The third finds the
         largest batch that fits with any ``gpu0_bsz``, in two parts. It first finds the largest
-        chunk that fits on each device other than device 0, while device 0 has no samples. It then
-        finds the largest batch for which device 0 has room for the samples beyond these chunks and
-        for the gathered outputs.
+        chunk that fits on each device other than device 0, while device 0 has no samples. If each
+        of the other devices gets such a chunk, device 0 gets the rest of the batch. So the second
+        part finds the largest batch whose rest and whose gathered outputs fit on device 0.
         """
         yield from super().wanted()
         num, told = len(self.budgets), self.told.items()
@@ -73,18 +74,19 @@ def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) ->
 
     The estimate assumes that the utilization of a device (its peak divided by its budget) is a
     linear function of its chunk size. The line goes through the measurements of two chunk sizes of
-    the device: of its chunk sizes above 0, the two that were the last to be measured for the first
-    time. If there is only one chunk size, the line goes through the origin and its measurement.
-    Measurements in which a device ran out of memory are not used.
+    the device. To choose the two, the device's chunk sizes above 0 are listed in the order in which
+    each was first measured. The last two in this list are used. If there is only one chunk size,
+    the line goes through the origin and the measurement of this chunk size. Measurements in which a
+    device ran out of memory are not used.
 
     Args:
-        told: a dict from the chunk sizes of each measurement to the utilization of each device, in
-            the order of measurement.
+        told: a dict from the chunk sizes of each measurement to the utilization of each device. The
+            items are in the order of measurement.
         batch_size: the number of samples in the whole batch; None means as many as fit.
 
     Returns:
-        The chunk sizes; None if the measurements do not show, for a device, how much memory a
-        sample needs.
+        The chunk sizes; None if there is a device for which the measurements do not show how much
+        memory a sample needs.
     """
     lines = []
     ran = [(split, full) for split, full in told.items() if max(full) < math.inf]

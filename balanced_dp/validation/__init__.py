@@ -1,6 +1,6 @@
 """Validate the package on the devices of this machine.
 
-The project's tests use stand-ins for such devices.
+The project's tests use stand-ins for real devices.
 """
 
 from .checks import Check, Validation, validate

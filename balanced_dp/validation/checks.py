@@ -115,8 +115,8 @@ def validate(
             replicas on it. None means all GPUs, four replicas on a single GPU, or four emulated
             devices if there is no GPU.
         emulate: whether to emulate devices even if there are GPUs.
-        workload: the name of the workload (a model, its batches and its loss) with which memory
-            and time are compared, as for ``find_workload``.
+        workload: the name of the workload (a model, its batches and its loss) whose memory and time
+            are compared, as for ``find_workload``.
         on_check: a function that is called with each ``Check``, as soon as it is made.
 
     Raises:
@@ -194,7 +194,7 @@ def _memory(
             predicted = measure_step(workload, batch_size, gpu0_bsz, replicas).peak_bytes
         with MemoryProbe(devices).measure() as usage:
             measured = measure_step(workload, batch_size, gpu0_bsz, devices).peak_bytes
-        # Libraries keep workspaces after the step. These are not part of the prediction.
+        # Libraries keep workspaces after the step. The prediction does not include workspaces.
         kept = [torch.get_device_module(device).memory_allocated(device) for device in devices]
         errors = [p / (m - k) - 1 for p, m, k in zip(predicted, measured, kept, strict=True)]
         worst = max(errors, key=abs)

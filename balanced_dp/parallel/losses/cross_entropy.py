@@ -3,7 +3,8 @@
 While replicas run, the two functions with which torch computes cross entropies are replaced:
 ``cross_entropy_loss`` and ``nll_loss_nd``. The replacements call torch's functions, return the
 tensors that these return, and also count the targets. A mean over no targets is NaN. The
-replacements return 0 in its place, so that a loss to which the mean is added keeps its other terms.
+replacements return 0 instead of this NaN, so that the other terms of a loss that contains the mean
+are not lost.
 The loss that is joined from all replicas is NaN only if no replica has targets. Autograd saves the
 number of targets, too, as ``_saved_total_weight``. But this number is missing if gradients are
 disabled or labels are smoothed, so it is not used.
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.jit._builtins import _register_builtin
 
 REDUCTIONS = {1: "mean", 2: "sum"}
-"""The names of reductions, by torch's numbers for them: see ``torch.nn._reduction.get_enum``."""
+"""The name of each reduction, by the number that ``torch.nn._reduction.get_enum`` gives to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,16 +35,16 @@ class Counted:
 
     Attributes:
         kind: the reduction over the targets, ``"mean"`` or ``"sum"``.
-        count: the number of targets that are not ignored or, with class weights, the sum of the
-            weights of these targets; a number or a 0-dim tensor. If the targets are class
-            probabilities, it is the number of all targets, even with class weights.
+        count: the number of targets that are not ignored. With class weights, it is the sum of the
+            weights of these targets. If the targets are class probabilities, it is the number of
+            all targets, even with class weights. The count is an integer or a 0-dim tensor.
         target: the targets if the input has as many classes as rows, else None.
-        value: a copy of the cross entropy that is attached to its autograd graph.
+        value: a clone of the cross entropy, which is not detached from the autograd graph.
         node: the autograd node that computed the cross entropy, or None without gradients.
-        result: the tensor that was returned to the replica's ``forward``, detached from its
-            autograd graph, but with the same storage.
-        version: the version counter of ``result`` when it was returned. Each in-place write to the
-            tensor increments its version counter.
+        result: a detached tensor with the same storage as the tensor that was returned to the
+            replica's ``forward``.
+        version: the version counter of the tensor that was returned, at the time of the return.
+            Each in-place write to the tensor increments its version counter.
     """
 
     kind: str
@@ -89,7 +90,7 @@ _lock = threading.Lock()
 _running = weakref.WeakSet[Any]()
 """Weak references to the running calls.
 
-After an interrupted call, nothing else refers to it, so it vanishes from this set.
+After a call is interrupted, nothing else refers to its ``Call``, so it vanishes from this set.
 """
 
 
@@ -130,8 +131,8 @@ def _exchange(is_counting: bool) -> None:
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return ``function(*args, **kwargs)``, and record the cross entropies that it computes.
 
-    The records are appended to ``counted[index]`` of the running ``Call``, unless this call counts
-    no cross entropies.
+    The records are appended to ``counted[index]`` of the running ``Call``. If this ``Call`` does
+    not count cross entropies, nothing is recorded.
 
     Args:
         index: the index of the replica among the replicas of the call.
@@ -150,8 +151,8 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a replacement for a cross entropy function of torch that also counts targets.
 
-    The replacement computes the same value, except that a mean over no targets is 0 if it is
-    recorded for a replica. It saves the same tensors for backward.
+    The replacement computes the same value, with one exception: a mean over no targets is 0, not
+    NaN, if the mean is recorded for a replica. The replacement saves the same tensors for backward.
     """
 
     @functools.wraps(function)
@@ -218,7 +219,7 @@ def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
 
 
 def _zero_if_empty(is_empty: Tensor, gradients: Sequence[Tensor | None], *_: Any) -> Any:
-    """Return ``gradients``, with NaN replaced by 0 if ``is_empty``, as a hook of a node."""
+    """Return ``gradients`` with NaN replaced by 0 if ``is_empty``; called as a hook of a node."""
     return tuple(
         g if g is None else g.masked_fill(is_empty.to(g.device) & g.isnan(), 0) for g in gradients
     )

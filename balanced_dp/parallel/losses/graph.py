@@ -44,7 +44,7 @@ _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]qu
 """Operators that copy or reshape a tensor, and so do not change the numbers in it."""
 
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
-"""Operators that compute each entry from other entries along a dimension, and keep its size."""
+"""Operators that compute each entry from other entries along a dimension. They keep the shape."""
 
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
@@ -61,15 +61,15 @@ class Composition:
     Attributes:
         parts: for each cross entropy in the loss, its index among all cross entropies that a
             replica has computed, its factor, and the dotted paths of the arguments that divide it.
-            A dotted path, such as ``1.batch.mask``, says where the pair of the positional and the
-            keyword arguments of the function contains a tensor. A summed cross entropy that is
+            A dotted path, such as ``1.batch.mask``, says where a tensor is in the pair of the
+            positional and the keyword arguments of the function. A summed cross entropy that is
             divided by the number of samples is not in this list: it is a mean over samples.
-        kinds: a set for the terms of the loss other than these cross entropies. It contains
-            ``"mean"`` if the terms are means over samples, or ``"sum"`` if they are sums over
+        kinds: a set that says what the terms of the loss that are not in ``parts`` are. It contains
+            ``"mean"`` if these terms are means over samples, or ``"sum"`` if they are sums over
             samples. It is empty if there are no such terms. If ``unclear`` is not "", ``kinds``
             does not say what the terms are.
-        unclear: why it is not clear that the terms other than these cross entropies are all means
-            over samples, or all sums over samples. It is "" if this is clear.
+        unclear: why it is not clear that the terms that are not in ``parts`` are all means over
+            samples, or all sums over samples. It is "" if this is clear.
     """
 
     parts: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
@@ -94,8 +94,9 @@ def composition_of(
             key is a tuple of its autograd nodes, one for each replica. The value is its index among
             the cross entropies, and its kind (``"mean"`` or ``"sum"``).
         path_of: a function that gets one object from each replica: the divisor of a division, or
-            None. If each object is a tensor that is the same argument of its replica, the function
-            returns the dotted path of this argument, such as ``1.batch.mask``, otherwise "".
+            None. If the objects are tensors, and each is an argument of its replica with the same
+            dotted path, the function returns this path, such as ``1.batch.mask``. Otherwise, it
+            returns "".
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no graph")

@@ -13,15 +13,18 @@ graph does not show that m_i is a mean or a sum over samples, the m_i are averag
 weights, and one warning is issued.
 
 An exception is the masked mean, ``(entries * mask).sum() / mask.sum()``, in a call with gradients.
-It is weighted by the sum of the mask on each replica. In the first calls, the divisors are compared
-with these sums, to check that they are equal. The comparisons end with a batch in which the masks
-select some entries, but not all of them, or in which a divisor and its sum differ.
+The masked mean of each replica is weighted by the sum of the replica's mask. In the first calls,
+each divisor is compared with the sum of the mask, to check that the two are equal. The comparisons
+end with a batch in which the masks select some entries, but not all of them, or in which a divisor
+differs from the sum of the mask.
 
 In a call without gradients, a cross entropy is weighted by the number of its targets. Any other
 output is joined as in the last call with gradients, except that a masked mean is averaged with the
-n_i as weights, and a warning is issued. If there was no such call yet, or it had other arguments or
-another number of cross entropies, the value of the output is compared with the values of the cross
-entropies, to see whether it is a multiple of one of them. If not, it is averaged with a warning.
+n_i as weights, and a warning is issued. There may have been no call with gradients yet, or the last
+one may have had other arguments or another number of cross entropies. Then the value of the output
+is compared with the value of each cross entropy. If ``Call._by_value`` finds that the output is a
+multiple of a cross entropy, the output is joined like this cross entropy. Otherwise, the output is
+averaged with a warning.
 """
 
 from __future__ import annotations
@@ -61,8 +64,8 @@ class OutputHistory:
             function and the dotted path of the output. The value is the terms that add up to the
             output, and the form of that call: the number of its cross entropies, and the dotted
             paths of its arguments that were not None.
-        masked: whether an output is a masked mean, by the function and the dotted path of the
-            output. Outputs of which this is not yet known are missing.
+        masked: a dict that says whether an output is a masked mean. The key is the function and the
+            dotted path of the output. An output for which this is not yet known has no entry.
         seen: a set with three kinds of entries: each function whose autograd graph was searched,
             together with whether all chunks had the same size; each output that was joined as a
             number; and the subject of each warning, which is the path of an input or the
@@ -112,9 +115,9 @@ class Call:
 
         The result is differentiable. The weight of each replica comes from ``loss_weight``, from
         the number of targets of a cross entropy, or from the autograd graph. If none of these gives
-        weights, the weights are the chunk sizes. A warning is then issued, unless the cross
-        entropies of the call are not counted (as with ``scalar_outputs="mean"``), or the devices
-        compute no values.
+        weights, the weights are the chunk sizes, and a warning is issued. There is no warning if
+        the cross entropies of the call are not counted (as with ``scalar_outputs="mean"``), or if
+        the devices compute no values.
 
         Args:
             outputs: the value of the output on each replica, a 0-dim floating-point or complex
@@ -154,16 +157,18 @@ class Call:
     def _counts_of(self, outputs: Tensors, key: Any, device: torch.device) -> list[Tensor]:
         """Return how many entries the mask on each replica selects, if the output is a masked mean.
 
-        If no mask selects an entry, return 1 for each replica. Return an empty list for other
-        outputs.
+        If no mask selects an entry, return 1 for each replica. If the output is not a masked mean,
+        return an empty list.
 
         The first calls read the divisors and the masks, and wait for them, to check that each
-        divisor is the number of selected entries. These checks end with the first call in which a
-        divisor is another number, or in which the masks select some entries, but not all of them
-        (and, if all chunks have the same size, not equally many in each chunk). Other calls do not
-        show whether the output is always a masked mean. Until the checks end, the list is also
-        empty if no chunk has several samples, or if all chunks have the same size and the masks
-        select some entries, but not all, and equally many in each chunk.
+        divisor is the number of entries that its mask selects. The checks end with the first call
+        that shows whether the output is always a masked mean. In this call, a divisor is another
+        number, or the masks select some entries, but not all of them. The second case does not
+        count if all chunks have the same size and the masks select equally many entries in each.
+
+        Until the checks end, the list is empty in two more cases. In the first, no chunk has
+        several samples. In the second, all chunks have the same size, and the masks select some
+        entries, but not all, and equally many in each chunk.
         """
         found, known = [*map(masked_mean_of, outputs)], self.history.masked
         masks = [own[-1] for own in found if own]
@@ -223,12 +228,12 @@ class Call:
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
         """Return the terms of an output that is a multiple of a cross entropy, by comparing values.
 
-        If the output is no such multiple, the returned ``Composition`` is marked as unclear. So is
-        a multiple of a summed cross entropy, unless the sum is divided by 1 or by an argument. The
-        search waits for the values of the output and of the cross entropies. It is needed because
-        the losses of models in Hugging Face's transformers are such multiples, and a Trainer may
-        evaluate before it trains. In inference mode, only the value of an output shows that it is a
-        cross entropy.
+        If the output is not a multiple of a cross entropy, the returned ``Composition`` is marked
+        as unclear. A multiple of a summed cross entropy is also marked as unclear, unless the sum
+        is divided by 1 or by an argument. This method waits for the values of the output and of the
+        cross entropies. The comparison is needed because the losses of models in Hugging Face's
+        transformers are multiples of cross entropies, and a Trainer may evaluate before it trains.
+        In inference mode, only the value of an output shows that it is a cross entropy.
         """
         numbers: list[Any] = [t for t in nested.tensors(self.arguments[0]) if t.numel() == 1]
         for place, own in enumerate(rows):
@@ -246,8 +251,8 @@ class Call:
         """Return the dotted path of the argument by which replicas divide, or "" if there is none.
 
         Args:
-            divisors: the tensor by which each replica divides. If it is a number or None, there is
-                no such argument.
+            divisors: the tensor by which each replica divides, or a number or None. If a divisor is
+                a number or None, the result is "".
         """
         rows = zip(*map(nested.leaves, self.arguments), strict=False)
         same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
@@ -351,8 +356,8 @@ def has_means(value: object) -> TypeGuard[Tensor]:
 def _is_count(divisor: Tensor, mask: Tensor) -> bool:
     """Return whether ``divisor`` is the number of entries that ``mask`` selects.
 
-    Return False if the mask has other values than 0 and 1. If it selects no entry, any divisor is
-    accepted.
+    Return False if the mask has other values than 0 and 1. If the mask selects no entry, return
+    True for any divisor.
     """
     count = mask.sum(dtype=torch.double)
     is_close = (divisor.double() - count.to(divisor.dtype)).abs().max() < 1e-5

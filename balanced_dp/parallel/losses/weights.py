@@ -29,8 +29,8 @@ def joined(tensors: Tensors, weights: Sequence[Any] | None, device: torch.device
         tensors: for each replica, a mean or a sum over its part of the batch. A mean of weight 0 is
             ignored, even if the mean is 0 / 0. If all weights are 0, the result is NaN.
         weights: the weight of each mean, a number or a 0-dim tensor. The host does not read the
-            value of a tensor, since it would have to wait for the device. If None, the tensors are
-            added up.
+            value of a weight that is a tensor, since it would have to wait for the device. If
+            ``weights`` is None, ``tensors`` are added up.
         device: the device of the result.
     """
     if weights is None:
@@ -77,12 +77,13 @@ def weight_of_chunk(
 ) -> Any:
     """Return the weight that ``loss_weight`` gives to the losses of one chunk of the batch.
 
-    The weight is a number, a 0-dim tensor, or a dictionary of these by output name.
+    The weight is a number, a 0-dim tensor, or a dictionary that maps names of outputs to such
+    weights.
 
     Args:
-        loss_weight: the function that returns the weight. Each of its parameters gets the argument
-            of ``function`` that has the name of this parameter. If the call has no such argument,
-            the parameter keeps its default.
+        loss_weight: the function that returns the weight. Each parameter of ``loss_weight`` gets
+            the argument of ``function`` that has the same name. If the call has no argument of this
+            name, the parameter keeps its default.
         function: the function that computes the losses.
         arguments: the arguments of ``function`` for the chunk.
 
