@@ -127,7 +127,7 @@ def run_and_measure(
 
 
 def _place(call: WrappedAt) -> str:
-    """Return a line of a script that wraps a model, as ``file:line: source``."""
+    """Return where a script wraps a model, as ``file:line: source``."""
     filename, line_number = call
     source = linecache.getline(filename, line_number).strip()
     with contextlib.suppress(SyntaxError):  # the file may have changed while it ran

@@ -200,8 +200,9 @@ class Inputs:
     def _lengths(self, length: int, path: str, sizes: Sequence[int]) -> list[int]:
         """Return how many entries of an input each device gets.
 
-        These numbers add up to ``length`` only if ``length`` is valid: the batch size or, for an
-        input named in ``split``, a multiple of the batch size.
+        The length of an input must be the batch size. The length of an input that is named in
+        ``split`` may also be a multiple of the batch size. With any other length, the results do
+        not add up to ``length``.
 
         Args:
             length: the number of entries of the input.
