@@ -311,11 +311,11 @@ class Call:
     def look_for_mixing(self, outputs: Sequence[Any]) -> None:
         """Warn if the result for a sample is computed from other samples of the same chunk.
 
-        A chunk is the part of the batch that a replica gets. For each function, the search is done
-        once for chunks of different sizes, and once for chunks of equal size. Calls in which no
-        output has an autograd graph are not searched.
-        With different sizes, the autograd graphs are searched. With equal sizes, only a cross
-        entropy whose targets are the row numbers, as in a contrastive loss, leads to a warning.
+        A chunk is the part of the batch that a replica gets. In the first call of a function with
+        chunks of different sizes, the autograd graphs of the outputs are searched for such
+        computations. In the first call with chunks of equal size, only the targets of cross
+        entropies are compared: row numbers as targets, as in a contrastive loss, lead to a warning.
+        A call in which no output has an autograd graph does not count.
         """
         sizes, is_even = self.chunk_sizes, len({*self.chunk_sizes}) < 2
         key = self._code, is_even
