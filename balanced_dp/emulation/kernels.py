@@ -168,13 +168,14 @@ def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
 def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
     """Return the label (what the memory is used for) of a copy of ``source`` on ``target``.
 
-    If the running operator makes gradients of leaf tensors, the copy is labelled as a gradient. The
-    ``source`` is then labelled as a gradient, too, if its label is provisional ("activation" or
-    "other"). In all other cases, a copy on the same device has the label that results of other
-    operators have, such as "activation". A copy on another device keeps the label of ``source``,
-    unless the label of ``source`` is provisional. If the label of ``source`` is provisional, a copy
-    on another device is labelled like the results of other operators in the backward pass, and as a
-    gathered output outside of the backward pass.
+    - If the running operator makes gradients of leaf tensors, the copy is labelled as a gradient.
+      If the label of ``source`` is provisional ("activation" or "other"), ``source`` is labelled as
+      a gradient, too.
+    - Otherwise, a copy on the same device is labelled like the result of any operator, for example
+      as an activation.
+    - A copy on another device keeps the label of ``source`` if that label is not provisional.
+    - If it is provisional, a copy on another device is labelled like the result of any operator
+      during a backward pass, and as a gathered output at other times.
     """
     label = label_of_results(machine)
     if label is Label.GRADIENT:

@@ -53,7 +53,7 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model under autocast, and return its outputs converted to float32.
 
-        Accelerate does the same with a model that is not wrapped. If ``autocast_dtype`` is None,
+        This is what Accelerate does with models that it prepares. If ``autocast_dtype`` is None,
         run the model as ``BalancedDataParallel`` does, and convert nothing.
         """
         if self.autocast_dtype is None:

@@ -81,7 +81,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, Any]:
 current_call: ContextVar[Any] = ContextVar("current_call", default=None)
 """The running ``Call`` (one call of a function on several devices), or None.
 
-In the threads that run the replicas of the call, the variable has the same value.
+The threads that run the replicas of a call have this value, too.
 """
 
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)

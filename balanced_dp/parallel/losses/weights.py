@@ -16,7 +16,7 @@ from ...torch_versions import run_at_once
 from ..nested import Arguments, described, named_arguments, parameters
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
-"""How the 0-dim outputs of replicas are joined: an argument of ``BalancedDataParallel``."""
+"""The type of the argument ``scalar_outputs``: how 0-dim outputs of replicas are joined."""
 
 Tensors = Sequence[Tensor]
 """One tensor for each replica."""
