@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from .api import *  # noqa: F403  # type checkers know the names of api
+    # Type checkers do not run __getattr__, so they read the names here. This line never runs.
+    from .api import *  # noqa: F403
 else:
     # Importing torch takes seconds, and the help of the command line does not need torch.
     def __getattr__(name: str) -> Any:

@@ -52,7 +52,7 @@ TREES = {"BERT-base": bert, "GPT, 48 layers": gpt, "ResNet-50": resnet}
 
 
 class UsesAll(torch.autograd.Function):
-    """Returns its input, and gives every parameter a gradient that was created beforehand."""
+    """Return ``x``; in backward, return ``zeros`` as the gradients of ``parameters``."""
 
     @staticmethod
     def forward(
@@ -67,10 +67,10 @@ class UsesAll(torch.autograd.Function):
 
 
 class Overhead(nn.Module):
-    """Has all submodules of ``tree``, but does not run them.
+    """A module that contains ``tree`` but does no work, so that only the overhead is measured.
 
-    The forward pass returns the input, and the backward pass gives every parameter a gradient of
-    zeros.
+    The forward pass returns its input without running ``tree``. The backward pass returns a
+    gradient of zeros for every parameter of ``tree``.
     """
 
     def __init__(self, tree: nn.Module) -> None:

@@ -61,7 +61,10 @@ class KeywordOnly(nn.Module):
 
 
 class Weights(nn.Module):
-    """Has parameters in a ParameterList, in a ParameterDict and as attributes. One is complex."""
+    """A module with parameters in a ParameterList, in a ParameterDict and as attributes.
+
+    One of the parameters is complex, and one is None.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -353,8 +353,10 @@ def main() -> None:
     The exit code is 1 if memory cannot be measured, and 2 after other errors of this library or if
     the output cannot be written.
     """
-    if sys.stderr is None:  # stderr is closed
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # stays open until the end
+    if sys.stderr is None:
+        # stderr was closed. Its replacement must stay open until the process ends, so it is not
+        # opened in a with block.
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         if sys.stdout is None:
             raise ArgumentError("stdout is closed; to write a file only, use >/dev/null")
