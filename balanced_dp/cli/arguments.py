@@ -89,8 +89,8 @@ def check_outputs(*outputs: Path | None) -> None:
     None stands for an output that the user did not ask for.
 
     Raises:
-        ArgumentError: If two outputs go to the same file, if two outputs go to stdout, or if the
-            path of an output is a folder or is in a folder that does not exist.
+        ArgumentError: If two outputs go to the same place (a file or stdout), or a path is a
+            folder, or the folder of a path does not exist.
     """
     places = [path if path == STDOUT else path.resolve() for path in outputs if path is not None]
     for place in places:

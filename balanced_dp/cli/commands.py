@@ -85,10 +85,10 @@ def run(
 ) -> None:
     """Run a training script, and show which gpu0_bsz is best for it.
 
-    Runs on all GPUs of this machine if it has two or more, otherwise, and with --memory, on
-    emulated GPUs that the script sees as CUDA devices. Emulated GPUs may hold more than --memory.
-    nn.DataParallel becomes BalancedDataParallel. If the script uses BalancedDataParallel itself,
-    --gpu0-bsz applies to it, too. Only the script writes to stdout.
+    Runs on all GPUs of this machine if it has two or more. Otherwise, or with --memory, it runs on
+    emulated GPUs, which the script sees as CUDA devices. A script that needs more than --memory
+    still runs there. nn.DataParallel becomes BalancedDataParallel. If the script uses
+    BalancedDataParallel itself, --gpu0-bsz replaces its gpu0_bsz. The report goes to stderr.
     """
     from . import console
     from .run import run_and_measure
@@ -246,7 +246,7 @@ def probe(
     json_file: arguments.JsonFile = None,
     watch_s: Annotated[float | None, Option("--watch", metavar="SECONDS", help="Repeat.")] = None,
 ) -> None:
-    """Show what each GPU holds, with its numbers in torch and NVML.
+    """Show what each GPU holds, and its index in torch and in NVML.
 
     With --watch, the output is repeated until Ctrl-C.
     If NVML cannot be used, the command prints the reason and ends with exit code 1.
@@ -316,7 +316,7 @@ def demo(
     json_file: arguments.JsonFile = None,
     emulate: arguments.Emulate = False,
 ) -> None:
-    """Train a transformer on one device, split evenly, and balanced.
+    """Train a transformer three times: on one device, with the even split, with a balanced split.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """

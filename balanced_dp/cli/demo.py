@@ -52,11 +52,12 @@ def run_demo(
     """Use ``tune`` to search for the best split, train three times, and return the results.
 
     A split is the number of samples of each device. The first training run uses one device. The
-    second run uses the even split of the batch, and the third run uses ``gpu0_bsz``. The
-    function ``tune`` always runs on emulated devices.
+    second run uses the even split of the batch, and the third run uses ``gpu0_bsz``. The search
+    always runs on emulated devices, even if the training runs use GPUs.
 
     Args:
-        num_devices: number of devices, at least 2; None means all GPUs, or four emulated devices.
+        num_devices: number of devices, at least 2; None means all GPUs if there are two or more,
+            otherwise four emulated devices.
         steps: number of training steps of each run, at least 1.
         gpu0_bsz: the most samples that device 0 gets in the third run; None means the value that
             ``tune`` finds.
@@ -70,7 +71,7 @@ def run_demo(
     """
     found = accelerators(num_devices, emulate)
     num = num_devices or len(found) or 4
-    # Emulated even if there are GPUs, because measuring the largest batch would fill them.
+    # The search is emulated even if there are GPUs, because its largest batches would fill them.
     report = tune(_workload(), BATCH_SIZE, num, emulate=True, with_alternatives=False)
     value, runs = report.best.chunk_sizes[0] if gpu0_bsz is None else gpu0_bsz, []
     for name, gpu0_bsz in ("one device", None), ("even split", None), ("balanced", value):

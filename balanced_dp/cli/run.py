@@ -52,8 +52,8 @@ def run_and_measure(
             the most samples that device 0 gets, as in ``Loop``.
         num_devices: number of devices. None means all GPUs if there are two or more, otherwise four
             emulated devices. It is ignored if ``capacities`` is given.
-        capacities: capacity of each emulated device in bytes. A device may hold more. If this is
-            given, the devices are emulated even if there are GPUs.
+        capacities: capacity of each emulated device in bytes. A script that needs more still runs.
+            If this is given, the devices are emulated even if there are GPUs.
         reserve: bytes of each device to keep free, as in ``tune``.
         steps: the number of training steps after which the script is ended; None means no limit.
         symbolic: whether emulated devices keep the shapes of tensors but no values.

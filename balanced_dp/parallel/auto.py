@@ -24,7 +24,10 @@ from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
 _LARGE = 2**20
-"""A batch size so large that rounding hardly changes the share of the batch that device 0 gets."""
+"""The batch size whose split shows whether device 0's share of a batch has changed.
+
+The batch is so large that rounding hardly changes the share.
+"""
 
 STATE_KEY = "auto_split"
 """The key under which a state dict's metadata holds the split found by ``gpu0_bsz="auto"``."""
@@ -74,8 +77,8 @@ class SplitPolicy:
             batch_size: the number of samples in the batch of the call.
 
         Warns:
-            BalanceWarning: ``gpu0_bsz`` has no effect on the first batch, because ``gpu0_bsz`` is
-                not below the first device's number of samples in an even split of this batch.
+            BalanceWarning: ``gpu0_bsz`` has no effect on the first batch of several samples,
+                because ``gpu0_bsz`` is at or above the even share (batch size / number of devices).
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         has_no_effect = batch_size > 1 and even <= (self.gpu0_bsz or 0)
@@ -179,7 +182,8 @@ class AutoSplit:
             _register_hook(_note_step)
             watched = () if self.search.is_over else self.devices
             self._num_ooms = num_ooms(watched) or self._num_ooms
-            # The size of the largest batch, and whether any parameter had a gradient before it.
+            # The size of the iteration's largest batch, and whether a parameter had a gradient when
+            # the forward pass of this batch began.
             self._batch = (0, False)
             self._peaks = Peaks(watched)
 
@@ -191,7 +195,8 @@ class AutoSplit:
             batch_size: the number of samples in the batch of the call.
         """
         search = self.search.search
-        search.smallest = max(search.smallest, smallest_chunk(module))  # a loop may have two models
+        # The maximum, because several models share this object if it is a ``Loop`` of tuning/.
+        search.smallest = max(search.smallest, smallest_chunk(module))
         chunk_sizes = self.last_split = self.split(batch_size)
         if batch_size and torch.is_grad_enabled():
             if self._peaks is None:  # a larger batch begins the search again
@@ -215,9 +220,9 @@ class AutoSplit:
     def _note_rule(self) -> bool:
         """Record this iteration's split; return whether the previous iteration had the same split.
 
-        If the previous iteration split batches differently, the peak memory of this iteration is
-        ignored. While this iteration ran, the loop may still have held outputs of the previous
-        iteration, and kernels may have been tuned.
+        If the previous iteration split batches differently, the caller ignores the peak memory of
+        this iteration. It may be too high, because the loop may still have held outputs of the
+        previous iteration, and kernels may have been tuned.
         """
         before, self._rule = self._rule, self.split(_LARGE)
         return before == self._rule
@@ -249,7 +254,8 @@ class AutoSplit:
     def state_dict(self) -> dict[str, Any] | None:
         """Return the split of batches found so far, with which a later run can start.
 
-        The result is a dictionary of numbers and lists. It is None before the first training batch.
+        The state is a dictionary of numbers and lists. Before the first training batch, the result
+        is None, unless ``load_state_dict`` has loaded a state.
         """
         return self.search.state_dict(self.batch_size) if self.batch_size else None
 
@@ -268,10 +274,10 @@ def split_policy(
     devices: Sequence[torch.device],
     device_weights: Sequence[float] | None,
 ) -> SplitPolicy | AutoSplit:
-    """Return the object that splits batches as the arguments of ``BalancedDataParallel`` say.
+    """Return the ``SplitPolicy`` or ``AutoSplit`` for these arguments of ``BalancedDataParallel``.
 
-    It is an ``AutoSplit`` if ``gpu0_bsz`` is ``"auto"`` and there are several devices, and a
-    ``SplitPolicy`` otherwise.
+    The result is an ``AutoSplit`` if ``gpu0_bsz`` is ``"auto"`` and there are several devices, and
+    a ``SplitPolicy`` otherwise.
 
     Args:
         gpu0_bsz: the most samples for the first device, None for no limit, or ``"auto"``.

@@ -23,11 +23,11 @@ class BalancedCriterion(nn.Module):
 
     Call it with the ``PerDevice`` that a ``BalancedDataParallel`` with ``gather=False`` returns,
     and with the targets of the whole batch. Each device computes the loss of its own chunk of the
-    batch, so that large outputs, such as the logits of a vocabulary, are never gathered on one
+    batch, so that large outputs, such as the logits of a language model, are never gathered on one
     device. The losses of the devices are joined into one, as a ``BalancedDataParallel`` joins the
     losses that a model returns. Losses with a row for each sample are concatenated. The value and
-    the gradients are those of the whole batch. If a loss may differ from that of the whole batch, a
-    warning names the loss.
+    the gradients are those of the whole batch. A warning names each loss for which this may not be
+    true.
 
     If the outputs are not a ``PerDevice``, they are passed to ``criterion`` unchanged. So the same
     line of code works for a module that is not wrapped.
@@ -42,15 +42,18 @@ class BalancedCriterion(nn.Module):
             ``BalancedDataParallel``.
         broadcast: dotted paths (such as ``"target.mask"``) of targets that are passed whole to each
             device. A path begins with the name of an argument of ``criterion``.
-        split: dotted paths of targets that have one or more entries for each sample. Each device
-            gets the entries of its samples. The targets may be lists, tuples, arrays and tensors.
+        split: dotted paths of targets to split. Tensors with one row for each sample are split
+            anyway, and need not be named. Name each list, tuple or array with one or more entries
+            for each sample, and each tensor with several rows for each sample. Each device gets the
+            entries of its samples.
 
     Shape:
         - Outputs: a ``PerDevice`` with one output for each chunk, in the form that ``criterion``
           takes.
-        - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device.
+        - Targets: tensors of ``(N, *)``, with the batch size N at the model's ``dim``, on any
+          device.
         - Loss: the loss that ``criterion`` computes for the whole batch, on the model's output
-          device. It is 0-dim, or has rows, as with ``reduction="none"``.
+          device. It is 0-dim or, as with ``reduction="none"``, has a row for each sample.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.

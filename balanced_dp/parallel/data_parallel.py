@@ -10,9 +10,9 @@ A call of a ``BalancedDataParallel`` uses the files of this folder in this order
     per_device.py                        used instead of gather.py if ``gather=False``
 
 The backward pass goes through these steps in reverse. ``Concatenate.backward`` in gather.py sends
-each device its part of the gradient of the output. The file copies.py makes the copies of the
-parameters that the replicas on other devices use. ``Broadcast.backward`` in that file brings the
-gradients of the copies to the device of the original parameters, where autograd adds them up.
+each device its part of the gradient of the output. The replica on a device uses copies of the
+parameters that are on other devices; copies.py makes them. ``Broadcast.backward`` in copies.py
+sends the gradients of the copies to the device of the originals, where autograd adds them up.
 Inside ``shared_weights()``, all calls use the same copies of the parameters.
 """
 
@@ -55,12 +55,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     The first device also holds the gathered outputs and the loss. Without ``spread``, it holds the
     reduced gradients and the optimizer state, too. A smaller chunk of the batch leaves room for
-    them. Each call splits the batch with ``split_batch`` or ``split_by_weights``. However the batch
-    is split, outputs and gradients are those of the whole batch on one device, unless samples
-    interact in the module, as they do in batch norm during training.
+    them. Each call splits the batch with ``split_batch`` or, if ``device_weights`` is given, with
+    ``split_by_weights``. With any split, the outputs and gradients are those of the whole batch on
+    one device, unless samples interact in the module, as they do in batch norm during training.
 
-    ``module``, ``device_ids``, ``output_device``, ``dim`` and the keys of the state dict are those
-    of ``nn.DataParallel``. This class differs from ``nn.DataParallel`` on purpose in these points:
+    The attributes ``module``, ``device_ids``, ``output_device`` and ``dim``, and the keys of the
+    state dict, are as in ``nn.DataParallel``. This class differs from ``nn.DataParallel`` on
+    purpose in these points:
 
     - Only devices that get samples run the module, so a batch may have fewer samples than there are
       devices. A batch without samples runs on the first device.
@@ -72,17 +73,19 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
       if these are equal on all replicas.
     - The threads that run the replicas have the caller's autocast dtype, inference mode and context
       variables.
-    - A replica's exception is raised unwrapped, with a note that names the replica.
+    - If a replica raises an exception, the call raises the same exception object, with a note that
+      names the replica.
     - If each replica returns a list with one entry for each sample, the lists are joined into one.
 
     Args:
-        gpu0_bsz: the most samples of a batch that the first device gets, at least 0. With 0, the
-            first device runs the module only in calls without samples. None means no limit: the
-            split is even, or in proportion to ``device_weights``. ``"auto"`` starts with the even
-            split, reads the peak memory of the devices after each optimizer step, tries at most six
-            splits, and keeps the split with which the fullest device is least full. If memory runs
-            out, catch ``torch.OutOfMemoryError`` and repeat the step. State dicts contain the split
-            that ``"auto"`` has found.
+        gpu0_bsz: an int of at least 0: the maximum number of samples of a batch that the first
+            device gets. With 0, the first device runs the module only in calls without samples.
+            None means no limit: the split is even, or in proportion to ``device_weights``.
+            ``"auto"`` searches for the split with which the fullest device is least full. The
+            search starts with the even split, and reads the peak memory of the devices after each
+            optimizer step. It tries at most six splits, or more if memory runs out. In that case,
+            catch ``torch.OutOfMemoryError`` and repeat the step, since ``"auto"`` may use another
+            split now. State dicts contain the split that ``"auto"`` has found.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread``, or with a single device, the constructor moves them to their devices.
         device_ids: the devices, as ints (indices of accelerators), strings or ``torch.device``.
@@ -98,16 +101,17 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``"mask"`` is the argument ``mask``, and ``"batch.mask"`` the entry ``mask`` of the
             argument ``batch``. A path covers all entries of the input that it names. A positional
             argument has the name of its parameter in ``module.forward``.
-        split: the inputs with one or more entries for each sample, by dotted paths as for
-            ``broadcast``. Each device gets the entries of its samples. An input may be a list,
-            tuple or array with one entry for each sample, such as ``"texts"``. It may also be a
-            list, tuple, array or tensor with several entries for each sample, such as
-            ``"passages"``. The entries of one sample must be next to each other.
+        split: inputs to split, by dotted paths as for ``broadcast``. Tensors with one row for each
+            sample are split anyway, and need not be named. Name each list, tuple or array with one
+            or more entries for each sample (``"texts"``), and each tensor with several rows for
+            each sample (``"passages"``). Each device gets the entries of its samples. All samples
+            must have the same number of entries, and the entries of one sample must be adjacent.
         scalar_outputs: how the 0-dim outputs of the replicas, such as losses, are joined.
 
-            - ``"auto"`` computes the value of the whole batch if the output is a sum of means over
-              samples, of sums over samples, or of cross entropies. Any other output is averaged as
-              with ``"mean"``, with a warning.
+            - ``"auto"`` computes the value of the whole batch if the output is a cross entropy, a
+              mean or a sum over samples, or adds up several of these. But the output must not add
+              a mean over samples to a sum over samples. Most other outputs are averaged as with
+              ``"mean"``, with a warning.
             - ``"mean"`` computes the mean over the replicas, weighted by their numbers of samples.
             - ``"sum"`` computes the sum over the replicas.
             - ``"stack"`` returns a vector with one entry for each replica, as ``nn.DataParallel``
@@ -115,13 +119,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
             With ``"auto"`` and ``"mean"``, 0-dim integers and bools that differ between replicas
             are added up, with a warning.
-        loss_weight: a function that returns the weight of the 0-dim floating-point outputs that one
-            replica computes from its chunk. The outputs are averaged over the replicas with these
-            weights. Give ``loss_weight`` if outputs are means over anything other than samples,
-            such as selected tokens. Each parameter of the function receives the argument of
-            ``forward`` that has the same name, as in ``lambda mask: mask.sum()``. The function
-            returns a number of at least 0, a tensor of one element that is at least 0, or a
-            dictionary that maps names of outputs to weights.
+        loss_weight: a function that is called for each replica, and returns the weight of the
+            replica's 0-dim floating-point outputs. The outputs are averaged over the replicas with
+            these weights. Give ``loss_weight`` if outputs are means over anything other than
+            samples, such as selected tokens. Each parameter of the function receives the replica's
+            argument of ``forward`` that has the same name, as in ``lambda mask: mask.sum()``. A
+            weight is a number or a tensor of one element, and at least 0. To give outputs different
+            weights, the function returns a dictionary that maps names of outputs to weights.
         device_weights: one number for each device. The batch is split in proportion to these
             numbers.
         spread: whether the parameters, with their gradients and optimizer state, are spread over
@@ -135,7 +139,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         spread: the argument ``spread``.
 
     Shape:
-        - Input: tensors of ``(N, *)``, with N at ``dim``, on any device.
+        - Input: tensors of ``(N, *)``, with the batch size N at ``dim``, on any device.
         - Output: the output of the module for the whole batch, on ``output_device``. With
           ``gather=False``, a ``PerDevice``.
 
@@ -145,29 +149,31 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         GatherError: on a call, the outputs cannot be joined.
         RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``. With ``spread``,
             a parameter may be on any of ``device_ids``. The error is also raised if the module is
-            scripted, compiled in place or lazy, or if parameters were changed inside
-            ``shared_weights()``.
+            scripted, compiled in place or lazy. Inside ``shared_weights()``, it is also raised if
+            parameters were changed.
 
     Warns:
-        BalanceWarning: in the cases below. At most one warning is issued for each input, and at
-            most one for each output. But after a warning about an output in a call without
-            gradients, a call with gradients may issue a second warning about this output.
+        BalanceWarning: in the cases below. At most one warning is issued for each input and for
+            each output, with one exception: if an output led to a warning in a call without
+            gradients, it may lead to a second warning in a call with gradients.
 
-            - ``gpu0_bsz`` is not below the first device's number of samples in an even split of the
-              first batch.
-            - A 0-dim output may differ from its value for the whole batch, or the autograd graph
-              shows that the output for a sample depends on other samples of its chunk. The method
-              ``check`` shows how large the difference is.
+            - ``gpu0_bsz`` is at or above the even share (batch size / number of devices) of the
+              first batch, so that this batch is split evenly.
+            - A 0-dim output may differ from its value for the whole batch. The method ``check``
+              shows how large the difference is.
+            - The output for a sample is found to depend on other samples of the same chunk. In this
+              case, too, ``check`` shows the difference from the output for the whole batch.
             - A list as long as the batch, or an object that holds tensors, is passed whole to each
               device.
             - The inputs contain lists or arrays, but no input is split.
             - All tensors that are split are in one list. If this list has one entry for each
-              sample, the list should be split instead.
+              sample, name the list in ``split``.
             - An output does not have one row for each sample. Its rows are joined in the order of
               the devices.
-            - An output is a list that may have one entry for each sample, but is joined item by
-              item.
-            - An output is a key-value cache of transformers, and None is returned in its place.
+            - An output is a list that may have one entry for each sample, but its items are joined
+              as if each item held all samples.
+            - An output is a key-value cache of Hugging Face's transformers, and None is returned in
+              its place.
 
     Source:
         The class ``BalancedDataParallel`` of Transformer-XL (Dai et al. 2019,
@@ -182,7 +188,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         (2, 6)
     """
 
-    # nn.DataParallel annotates ints: a device that is not an accelerator has no index.
+    # nn.DataParallel annotates ints. Here, a device that is not an accelerator, such as the CPU, is
+    # a torch.device instead of an int.
     device_ids: list[int | torch.device]  # type: ignore[assignment]
     output_device: int | torch.device | None  # type: ignore[assignment]
     src_device_obj: torch.device | None  # type: ignore[assignment]
@@ -235,9 +242,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         elif spread and devices:
             spread_parameters(module, devices)
 
-    # Threads cannot be compiled, so torch.compile must skip this method. The decorator is private,
-    # but torch.compiler.disable would import Dynamo, which takes a second, when this file is
-    # imported.
+    # Threads cannot be compiled, so torch.compile must skip this method. The public decorator,
+    # torch.compiler.disable, would make the import of this file a second slower, because it imports
+    # Dynamo.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the output of the module for the whole batch, computed on all devices.
@@ -253,7 +260,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 return self._call_module(inputs, kwargs)
             batch_size = self._inputs(inputs, kwargs).batch_size()
             sizes = self.chunk_sizes = self._policy.begin_call(self.module, batch_size or 0)
-            # A batch without samples, or a call without tensors, runs on the first device.
+            # A batch without samples, or a call that splits no input, runs on the first device.
             active = [i for i, size in enumerate(sizes) if size] or [0]
             ids = [self.device_ids[i] for i in active]
             call = self._new_call(ids, () if batch_size is None else [sizes[i] for i in active])
@@ -275,28 +282,28 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module itself, not a replica of it, with the whole batch.
 
-        The module runs on the only device of ``device_ids`` or, if ``device_ids`` is empty, on the
-        device of the module.
+        The batch is sent to the only device of ``device_ids`` or, if ``device_ids`` is empty, to
+        the device that the module is on.
         """
         devices = self.devices
         [args], [keywords] = self.scatter(inputs, kwargs, devices)
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
-        # Joining a single output needs no batch size, but a PerDevice's ``chunk_sizes`` do.
+        # A PerDevice needs the batch size for its ``chunk_sizes``. Joining one output does not.
         batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
         call = self._new_call(devices, () if batch_size is None else [batch_size])
         return self._joined([output], call)
 
-    # The methods scatter, replicate, parallel_apply and gather are those that nn.DataParallel has
-    # for the steps of a call. They have the same signatures, and work on devices of any type.
+    # The methods scatter, replicate, parallel_apply and gather override those of nn.DataParallel.
+    # They have the same signatures, but work on devices of any type.
 
     @property
     def _current_call(self) -> Call | None:
-        """The call of this model that is running, or None.
+        """The running call of this model, or None if no call is running.
 
-        The ``Call`` holds the chunk sizes and other data that the methods below use. They have no
-        arguments for these data, because their signatures are those of ``nn.DataParallel``.
+        The methods below read the chunk sizes and other data from this ``Call``. They cannot get
+        the data as arguments, because their signatures are those of ``nn.DataParallel``.
         """
         call: Call | None = current_call.get()
         return call if call and call.history is self._history else None
@@ -326,8 +333,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: DeviceIds) -> list[ModuleT]:
         """Return a replica of ``module`` for each device.
 
-        A subclass that overrides this method must return the list that this method returns.
-        Otherwise, what the replicas write to buffers and parameters is not copied to ``module``.
+        A subclass that overrides this method must return the list that ``super().replicate()``
+        returns. With any other list, what the first replica writes to its copies of buffers and
+        parameters is not copied to ``module``.
         """
         homes = self.devices if self.spread else self.devices[:1]
         return self._replicator.replicate(module, self._devices_of(device_ids), homes)
@@ -383,12 +391,14 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """The most samples that the first device gets.
+        """The maximum number of samples that the first device gets, or None for no limit.
 
-        With ``"auto"``, this is the number of samples that the first device currently gets of the
-        largest training batch so far. The size of this batch may come from a loaded checkpoint.
-        Before the first training batch, the attribute is None, unless a checkpoint gave this size.
-        Reading the attribute also checks whether memory has run out, which may change the value.
+        With ``"auto"``, this is how many samples the first device now gets of a batch as large as
+        the largest training batch so far. The size of the largest batch may also come from a loaded
+        checkpoint. As long as this size is unknown, the attribute is None. Reading the attribute
+        also checks whether memory has run out in the current training iteration. If so, the value
+        may change.
+
         The attribute may be set to any value that the constructor accepts.
         """
         return self._policy.gpu0_bsz
@@ -444,16 +454,17 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return compare(self, inputs, kwargs)
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Context manager that copies the weights to other devices once for all calls inside it.
+        """Context manager inside which all calls use the same copies of the weights.
 
-        Use it for loops that do not change the weights, such as evaluation and gradient
-        accumulation. Step the optimizer after the block. Some changes of weights inside the block
-        do not reach the copies on other devices, and raise no error: writes through ``.data``, and
-        writes to frozen weights, such as those that ``module.forward`` makes.
+        The weights are copied to each of the other devices only once. Use this for loops that do
+        not change the weights, such as evaluation and gradient accumulation. Step the optimizer
+        after the block. Inside the block, two kinds of writes do not reach the copies, and raise no
+        error: writes through ``.data``, and writes to frozen weights, for example by
+        ``module.forward``.
 
         Raises:
-            RuntimeError: on a call, if inside the block a parameter that requires grad was changed,
-                or a parameter was replaced, frozen or unfrozen.
+            RuntimeError: on a call, a parameter that requires grad has changed since the first call
+                in the block, or any parameter was replaced, frozen or unfrozen.
 
         Examples:
             >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])
@@ -507,7 +518,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
         # torch gives this method no types.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Scripts call cuda() on the wrapper, which moves all parameters to the first device.
+        # If a script calls cuda() on the wrapper, super()._apply has moved all parameters to the
+        # first device. So they are spread again.
         if self.spread and {p.device for p in self.module.parameters()} == {self.src_device_obj}:
             spread_parameters(self.module, self.devices)
         return self

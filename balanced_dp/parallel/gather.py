@@ -21,28 +21,35 @@ from .losses.weights import joined, moved
 class Gather:
     """Join the outputs of the replicas into one output on one device. Differentiable.
 
-    - The chunk size is the number of samples of a replica. Tensors are concatenated along the batch
-      dimension if their shapes differ only in that dimension, or if the size of that dimension is
-      the same multiple of the chunk size on every replica. Otherwise they are concatenated along
-      the only dimension whose size is proportional to the chunk size, as for the states of RNNs. If
-      no dimension is of this kind, but each replica has one row, tensors are concatenated along the
-      batch dimension. Rows are in the order of the devices. A warning is issued unless each sample
-      has exactly one row. Any other tensor must be equal on all replicas, and is returned once.
+    The chunk size is the number of samples of a replica. In the rules for tensors, a dimension fits
+    if its size is the same whole multiple of the chunk size on every replica.
+
+    - Tensors whose shapes differ in one dimension are concatenated along this dimension, if it is
+      the batch dimension or fits. For example, N fits in the states of RNNs, ``(layers, N, *)``.
+    - Tensors of equal shapes are concatenated along the batch dimension if it fits. Otherwise they
+      are concatenated along the only dimension whose size is the chunk size on every replica. If no
+      dimension has this size, but each replica has one row, they are concatenated along the batch
+      dimension.
+    - The rows of concatenated tensors are in the order of the devices. A warning is issued unless
+      each sample has exactly one row. Tensors that cannot be concatenated must be equal on all
+      replicas, and one of them is returned.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, this dimension is
       restored before the tensors are concatenated.
-    - 0-dim tensors, and tensors with one entry for several samples, are joined into one value, or
-      stacked into a vector with ``scalar_outputs="stack"``. Integers and bools that differ between
-      replicas are added up, with a warning. The sum of bools is True if any of them is True.
-    - If chunks have different sizes, a list or tuple whose length is the chunk size on every
-      replica has an entry for each sample. The entries of all replicas are put into one list or
-      tuple. If all chunks have the same size, the length does not show whether there is an entry
-      for each sample. In this case, tuples are joined item by item. Lists are also joined item by
-      item if they are equal on all replicas, contain a tensor with a batch dimension, or contain
-      only tensors of one element. A warning about these lists is issued, unless they have only one
-      item and this item is not a dictionary. The entries of other lists are put into one list.
+    - 0-dim tensors are joined into one value or, with ``scalar_outputs="stack"``, stacked into a
+      vector. So are tensors of one element, such as ``(1,)``, if a chunk has several samples.
+      Integers and bools that differ between replicas are added up, with a warning. The sum of bools
+      is True if any of them is True.
+    - A list or tuple whose length is the chunk size on every replica may have an entry for each
+      sample. If it does, the entries of all replicas are put into one list or tuple. Otherwise, it
+      is joined item by item, like the containers below. If chunks have different sizes, there is
+      always an entry for each sample. If all chunks have the same size, tuples are joined item by
+      item. So are lists that are equal on all replicas, contain a tensor whose batch dimension has
+      the chunk size, or contain tensors that all have one element. A warning about such a list is
+      issued, unless it has only one item and this item is not a dictionary. Other lists have an
+      entry for each sample.
     - Other containers are joined item by item: each item of the result is joined from the items
-      with the same name or position. A key-value cache of transformers becomes None, with a
-      warning. Any other value must be equal on every replica and is returned unchanged.
+      with the same name or position. A key-value cache of Hugging Face's transformers becomes None,
+      with a warning. Any other value must be equal on every replica and is returned unchanged.
 
     Args:
         device: the device of the joined tensors.
@@ -52,7 +59,7 @@ class Gather:
     Raises:
         GatherError: the outputs differ in structure, or in a value that is not a tensor; no single
             dimension of a tensor holds the samples; an output has a type that cannot be joined; or
-            all replicas return the same list or dictionary, to which they all write.
+            all replicas return the same list or dictionary object, instead of one of their own.
     """
 
     device: torch.device
@@ -62,7 +69,8 @@ class Gather:
         """Return the outputs of one or more replicas joined into one output.
 
         Args:
-            outputs: the output of each replica, or the parts at ``path`` of these outputs.
+            outputs: the output of each replica or, if ``path`` is not empty, the part of each
+                output at this path.
             path: the dotted path of the parts, such as ``"boxes.0"``. It is empty for whole
                 outputs.
         """
@@ -111,8 +119,8 @@ class Gather:
         rows = [{t.shape[dim:][:1] for t in own if t.numel() > 1} for own in columns]
         if not (are_numbers or is_same or {sizes[:1]} in rows):
             return True
-        # A list of one item is one output, so there is no warning. But a list of one dictionary may
-        # be the detections of one sample.
+        # If each chunk has one sample, a list of one item is most likely a single output, so there
+        # is no warning. But a list of one dictionary may be the detections of this sample.
         if sizes[0] > 1 or isinstance(lists[0][0], MutableMapping):
             reason = f"it is as long as each chunk, {sizes[0]}, and is joined item by item"
             remedy = "Return a tensor with a row for each sample, or a tuple of items for the batch"
@@ -122,7 +130,8 @@ class Gather:
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
         first, how = tensors[0], self.call.scalar_outputs
         sizes = self.call.chunk_sizes or (0,) * len(tensors)
-        # Nothing to join: the output of a single replica (unless stacked), or an entry of a list.
+        # A single tensor, the output of the only replica or an entry of a list, is not joined. But
+        # "stack" makes the 0-dim output of the only replica a vector.
         if len(tensors) == 1 and (first.dim() or how != "stack" or len(sizes) > 1):
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}
@@ -174,8 +183,8 @@ class Gather:
         sizes = self.call.chunk_sizes
         lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
-        # For each dimension, the set of the numbers of rows per sample on the replicas. The sets
-        # are empty if the batch was not split.
+        # For each dimension, the different numbers of rows per sample that the replicas have. The
+        # sets are empty if the batch was not split.
         factors = [{n / size for n, size in zip(own, sizes, strict=False)} for own in lengths]
         following = [d for d, own in enumerate(factors) if len(own) < 2 and sum(own) % 1 == 0]
         exact = [d for d in following if lengths[d] == sizes]
@@ -198,7 +207,7 @@ class Gather:
 
 def _equal(first: Any, other: Any) -> bool:
     try:
-        # A NaN is not equal to itself, yet it is the same value on each replica.
+        # Two NaN count as equal here, although NaN == NaN is False.
         same: Any = first is other or (first == other) | ((first != first) & (other != other))
         return bool(same.all() if hasattr(same, "all") else same)
     except Exception:  # arrays and unset fields raise exceptions of many kinds

@@ -88,7 +88,7 @@ class PerDevice(Scattered):
         return f"PerDevice(devices=({devices}), chunk_sizes={self.chunk_sizes})"
 
     def gather(self) -> Any:
-        """Return the outputs joined on ``output_device``, as a call with ``gather=True`` does.
+        """Return the joined outputs on ``output_device``, as a call with ``gather=True`` does.
 
         Raises:
             GatherError: the outputs cannot be joined, for example because their structures differ.
@@ -105,8 +105,8 @@ class PerDevice(Scattered):
         """Compute ``function(output, *args, **kwargs)`` on each device, and join the results.
 
         Use it to compute small metrics of large outputs, as in ``outputs.map(num_right, labels,
-        scalar_outputs="sum")``. The results have an autograd graph, except under
-        ``torch.no_grad()``.
+        scalar_outputs="sum")`` with a function ``num_right(logits, labels)``. If the results need
+        no gradients, call ``map`` under ``torch.no_grad()``, so that they hold no autograd graph.
 
         Args:
             function: the function, which is called once for each output, in parallel. For an output

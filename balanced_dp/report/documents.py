@@ -17,7 +17,8 @@ def report_html(report: Report) -> str:
     from .plots import report_plots  # matplotlib is slow to import
 
     drawings = {
-        # Ids get a prefix that makes them unique in the page. Matplotlib has escaped the text.
+        # Ids get a prefix that makes them unique in the page. Jinja does not escape Markup,
+        # and need not: Matplotlib has escaped the text of the SVG.
         heading: Markup(re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"plot-{index}-", svg))
         for index, (heading, svg) in enumerate(report_plots(report).items())
     }

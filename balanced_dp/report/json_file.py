@@ -77,7 +77,7 @@ def load_report(path: str | Path) -> Report:
 def _printable(value: Any) -> Any:
     """Return parsed JSON with U+FFFD in place of each unprintable character of its strings.
 
-    Newlines are kept. A terminal could interpret other unprintable characters.
+    Newlines are kept. Other unprintable characters could control the terminal that prints them.
     """
     if isinstance(value, str):
         return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in value)

@@ -17,7 +17,8 @@ from ..tuning.report import Report
 from .tables import candidates, largest_uses, speed, speed_name
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart. The brighter colours are
-# made darker here, so that all have a contrast of 3 to 1 on white and on the page's dark ground.
+# made darker here, so that all have a contrast of at least 3 to 1 on white, and on the background
+# of the page in dark mode.
 FIRST, SECOND, THIRD, OTHER = "#d55e00", "#0072b2", "#009e73", "#7f7f7f"
 USES = {
     "parameter": FIRST,
@@ -36,7 +37,7 @@ A use that is not listed has the colour ``OTHER``.
 _PAGE = (4.8, 4.2), 11.5
 """The width and height of a plot in inches, and the size of its text in points.
 
-On a phone, a plot is 360 pixels wide, which is 1.04 pixels for each point.
+On a phone, a plot is 360 pixels wide. There, text of this size is 12 pixels high.
 """
 
 
@@ -83,10 +84,10 @@ def draw_peaks(axes: Axes, report: Report) -> None:
 def draw_uses(axes: Axes, report: Report) -> None:
     """Draw what fills each device at its peak, for the best option and for another option.
 
-    An option is a measured way to train a batch. The other option is the even split. If the even
-    split is the best option, ran out of memory or was not measured, the other option is the next
-    option in the ranking. Only options with the batch size of the best option are considered. If
-    there is no other option with this batch size, only the best option is drawn.
+    An option is a measured way to train a batch. The other option has the same batch size as the
+    best option. It is the even split, or, if the even split cannot be shown, the next option in the
+    ranking. The even split cannot be shown if it is the best option, ran out of memory or was not
+    measured. If there is no other option with this batch size, only the best option is drawn.
     """
     best, even = report.best, report.even
     ran = {even.line: even} if even is not None and not even.out_of_memory else {}

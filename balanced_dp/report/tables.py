@@ -157,7 +157,8 @@ def summary(report: Report) -> Iterator[str]:
         yield "Give BalancedCriterion all steps from outputs to loss, reshapes too: docs/loss.md."
     if report.is_trainer:
         yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
-    # If forward returns the loss, as with BalancedTrainer in training, little is gathered.
+    # gather=False is suggested only if it would save memory. If forward returns the loss, as with
+    # BalancedTrainer in training, little is gathered.
     part = report.best.uses[0].get("gathered output", 0) / (report.best.peak_bytes[0] or 1)
     others = [f"gather=False (outputs fill {part:.0%} of device 0: docs/loss.md)"] * (part > 0.01)
     others += ["spread=True (parameters on all devices: docs/step.md)"] * (not report.best.spread)
@@ -184,8 +185,8 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
 def device_table(report: Report) -> TextTable:
     """Return a table of the memory that each device holds with the best option of a report.
 
-    The table also has the peak of each device with the even split, unless the even split is the
-    best option, ran out of memory or was not measured.
+    For comparison, a row has the peak of each device with the even split. The row is left out if
+    the even split is the best option, ran out of memory or was not measured.
     """
     best, even = report.best, report.even_like(report.best)
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"

@@ -29,11 +29,11 @@ from ..split import split_batch
 from .options import Option, arguments_of
 
 _MANY = 10
-"""The number of steps of the first optimizer for which an iteration waits for other optimizers.
+"""An iteration waits for other optimizers during at most this many steps of the first optimizer.
 
-The first optimizer is the one that stepped first in the training loop. If the first optimizer has
-taken this many steps in an iteration, and the other optimizers have not stepped yet, the iteration
-ends with the next step of the first optimizer. See ``Loop``.
+The first optimizer is the one that stepped first in the training loop. An iteration ends when all
+optimizers of the previous iteration have stepped again. If one of them never steps again, the
+iteration ends with the next step that the first optimizer takes after this many. See ``Loop``.
 """
 
 
@@ -47,24 +47,23 @@ class Loop(AutoSplit):
     The script that contains the loop needs no changes. An iteration begins with a forward pass in
     which gradients are enabled. An iteration ends with a step of the first optimizer, which is the
     optimizer that stepped first in the loop. If other optimizers stepped in the previous iteration,
-    the iteration does not end before all of them have stepped again, unless the first optimizer has
-    taken more than 10 steps. So an iteration of a GAN may contain several steps of its
-    discriminator. The measurement of the first iteration of the loop is used only if no other
-    iteration follows, because the first iteration begins without optimizer state. Models and
-    optimizers are referenced weakly. If the first optimizer is deleted, the next optimizer that
-    steps takes its place.
+    the iteration waits until all of them have stepped again, during at most 10 steps of the first
+    optimizer. So an iteration of a GAN may contain several steps of its discriminator.
+
+    The measurement of the first iteration of the loop is used only if no other iteration follows,
+    because the first iteration begins without optimizer state. Models and optimizers are referenced
+    weakly. If the first optimizer is deleted, the next optimizer that steps takes its place.
 
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
-            the most samples that device 0 gets. On emulated devices, ``"auto"`` uses the even split
-            until that split is measured. On emulated devices, an integer ``gpu0_bsz`` is used in
-            some iterations, and the even split in the others. The loop changes from one split to
-            the other after 2, 3, 4, ... iterations. So both splits are measured throughout the
-            script, whose use of memory may change while the script runs. And something that the
-            script does in every n-th iteration happens with both splits.
+            the most samples that device 0 gets. On emulated devices, the even split is measured,
+            too, for comparison. With ``"auto"``, the even split comes first. With an integer,
+            ``gpu0_bsz`` and the even split take turns of 2, 3, 4, ... iterations, because the
+            script's use of memory may change while the script runs. The turns grow, so that an
+            evaluation in every n-th iteration, for example, happens with both splits.
         devices: the devices of the loop.
         budgets: the number of bytes that may be used on each device; None means no limit.
-        num_steps: the number of iterations after which the next forward pass with gradients raises
+        num_steps: after this many iterations, the next forward pass with gradients raises
             ``StepsDone``; None means never.
 
     Attributes:
@@ -92,7 +91,7 @@ class Loop(AutoSplit):
         self.precision: str | None = None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._steps: list[int] = []
-        """The ``id`` of the optimizer of each step since the end of the previous iteration."""
+        """For each step since the previous iteration ended, the ``id`` of its optimizer."""
         self._needed = set[int]()
         """The ``id`` of each optimizer that stepped in the previous iteration."""
         self._stepped = set[int]()
@@ -105,7 +104,7 @@ class Loop(AutoSplit):
         self._begin_search()
 
     def __deepcopy__(self, memo: object) -> Loop:
-        """Return this object itself, because a copy of a model is part of the same loop."""
+        """Return this object itself: a copy of a model belongs to the same loop as the model."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,9 +119,9 @@ class Loop(AutoSplit):
         self._ranges: dict[tuple[Any, ...], tuple[int, int]] = {}
         """A dict from each kind of iteration to the lowest and the highest peak of its iterations.
 
-        Two iterations are of the same kind if they have the same chunk sizes, and if gradients were
-        added to existing gradients either in both iterations or in neither of them. The peak of
-        an iteration is the highest peak of any device, in bytes.
+        The kind of an iteration is its chunk sizes, and whether it added gradients to existing
+        gradients (gradient accumulation). The peak of an iteration is the highest peak of any
+        device, in bytes.
         """
         self.search = LoopSearch(
             self.budgets or [1] * len(self.devices),
@@ -136,8 +135,8 @@ class Loop(AutoSplit):
 
         A split is the chunk size (the number of samples) of each device. If a split was measured
         more than once, the list contains the measurement with the highest peak. If ``gpu0_bsz`` is
-        ``"auto"``, only the latest measurements of each split are considered, at most 3. The number
-        of considered measurements is the same for all splits.
+        ``"auto"``, only the latest measurements of each split count: at most 3, and equally many
+        for all splits, because more measurements would make a high peak more likely.
         """
         return [option for _, option in self.search.highest.values()]
 
@@ -157,8 +156,8 @@ class Loop(AutoSplit):
 
         The devices of the first model become the devices of the loop, in the order in which the
         model has them. A later model on only some of the loop's devices, or on all of them in
-        another order, splits its batches evenly. A model is left unchanged if it is on a single
-        device, or on a device that is not the loop's, or on the same device twice.
+        another order, splits its batches evenly. A model is left unchanged unless it is on two or
+        more devices, all different and all of them the loop's.
         """
         if not 1 < len(model.devices) == len(set(self.devices).intersection(model.devices)):
             return
@@ -293,7 +292,7 @@ class Loop(AutoSplit):
             torch.get_device_module(device).synchronize(device)
         seconds = time.perf_counter() - self._started
         model = self.model
-        # If the script wraps no model, an object with the attributes that memory_breakdown reads.
+        # If the script wraps no model, this object stands in for the model in memory_breakdown.
         counted: Any = model or SimpleNamespace(
             devices=self.devices, parameters=self._parameters, buffers=tuple
         )

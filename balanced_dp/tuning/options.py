@@ -96,7 +96,7 @@ class Option:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """``gather`` and ``spread``, which do not change during a search for the best split."""
+        """``(gather, spread)``. Options of the same kind differ only in the split of the batch."""
         return self.gather, self.spread
 
     @property
@@ -135,13 +135,15 @@ class Option:
 
 
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
-    """Return the option that fits, has only features of ``option``, and has the largest batch.
+    """Return the option with the largest batch that fits with the features of ``option``.
 
-    An option is a measured way to train a batch. Its features (an uneven split, the loss on each
-    device, parameters spread over all devices) are listed by ``Option.features``. Each feature of
-    the result is also a feature of ``option``. If ``option`` has an uneven split, the result may
-    have another ``gpu0_bsz`` or the even split. This is also true if ``option`` has
-    ``device_weights``. The result has ``device_weights`` only if ``option`` has them.
+    An option is a measured way to train a batch. ``Option.features`` lists its features: an uneven
+    split, the loss on each device, parameters spread over all devices. The result has no feature
+    that ``option`` lacks. The split of the result is limited by the split of ``option``:
+
+    - If ``option`` has the even split, the result has the even split, too.
+    - If ``option`` has a ``gpu0_bsz``, the result may have any ``gpu0_bsz``, or the even split.
+    - If ``option`` has ``device_weights``, the result may have any split.
 
     Args:
         option: the option that limits the features. It is returned if none of ``options``
@@ -159,18 +161,25 @@ def ranked(
 ) -> list[Option]:
     """Return the best of the options that fit in memory, in descending order of merit.
 
-    An option is a measured way to train a batch. The options that fit are divided into groups. Two
-    options in a group that have the same batch size differ only in ``gpu0_bsz``, or only in
-    ``device_weights``. From each group, two options with ``batch_size`` samples are considered. The
-    first is the option with the most samples on device 0. If the group's options differ only in
-    ``gpu0_bsz``, this is the fastest option. The second is the option whose fullest device is the
-    least full. For the goal ``"batch"``, only the option with the largest batch in each group is
-    considered, and the even split has a group of its own.
+    An option is a measured way to train a batch. The options for ``batch_size`` samples that fit
+    are divided into groups. The options of a group have the same ``gather`` and ``spread``. They
+    differ only in ``gpu0_bsz``, or only in ``device_weights``. From each group, two options are
+    considered:
 
-    A considered option is left out if an option that is ranked before it has no additional features
-    and is at least as good in three respects. The three respects are the speed, the utilization of
-    the fullest device, and the size of the largest batch that fits. The speed and the utilization
-    are rounded to about one percent. For the goal ``"batch"``, the utilization is not compared.
+    - the option with the most samples on device 0, which is the fastest if the options of the group
+      differ only in ``gpu0_bsz``,
+    - the option whose fullest device is the least full.
+
+    The goal ``"batch"`` changes this: a group contains options of all batch sizes, the even split
+    has a group of its own, and only the option with the largest batch in each group is considered.
+
+    An option is left out if a better-ranked option needs no further feature (a member of
+    ``Option.features``), and is at least as good in each of these respects:
+
+    - the speed, rounded to about one percent,
+    - the utilization (peak divided by budget) of the fullest device, rounded to about one percent;
+      not compared for the goal ``"batch"``,
+    - the size of the largest batch that fits, as in ``largest_batch``.
 
     Args:
         options: the measured options.

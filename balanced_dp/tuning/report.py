@@ -25,7 +25,7 @@ from ..split import as_integer
 from .options import Goal, Option, largest_batch, ranked
 
 SCHEMA = 5
-"""The version number of the fields of ``Report``, which is stored in the file of a report."""
+"""The version of the report format (the fields of ``Report``), which each report file contains."""
 
 RESERVE = 2**30
 """Bytes of each device to keep free by default, for the CUDA context and libraries' workspaces.
@@ -231,13 +231,12 @@ class Report:
     def ranked_options(self) -> list[Option]:
         """The best of the options that fit in memory, in descending order of merit.
 
-        Options for ``batch_size`` samples form a group if they differ only in ``gpu0_bsz``, or only
-        in ``device_weights``. At most two options of each group are ranked: the option with the
-        most samples on device 0, and the option whose fullest device is the least full. If ``goal``
-        is ``"batch"``, a group contains options of all batch sizes, and the even split has a group
-        of its own. Then only the option with the largest batch in each group is ranked. An option
-        is left out if an option ranked before it is at least as good in all respects and has no
-        additional features. See ``ranked``.
+        Of the options that differ only in ``gpu0_bsz``, or only in ``device_weights``, at most two
+        are ranked: the option with the most samples on device 0, and the option whose fullest
+        device is the least full. If ``goal`` is ``"batch"``, options of all batch sizes are
+        compared, and those with the largest batches are ranked. An option is left out if a
+        better-ranked option needs no further feature and is at least as good in all respects. See
+        ``ranked``.
         """
         return ranked(self.options, self.batch_size, self.budgets, self.goal)
 
@@ -308,11 +307,11 @@ class Report:
         return lines or trainer or [f"model = {option.line}"]
 
     def largest_batch(self, option: Option) -> Option:
-        """Return the option that fits, has only features of ``option``, and has the largest batch.
+        """Return the option with the largest batch that fits with the features of ``option``.
 
-        Each feature of the result (an uneven split, the loss on each device, parameters spread over
-        all devices) is also a feature of ``option``. The result may have another split. Return
-        ``option`` if no measured option qualifies.
+        The features are an uneven split, the loss on each device, and parameters spread over all
+        devices. The result has no feature that ``option`` lacks, but may have another split. If no
+        such option fits, the result is ``option``.
         """
         return largest_batch(option, self.options, self.budgets)
 

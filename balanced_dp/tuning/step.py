@@ -113,8 +113,8 @@ class StepMeter:
     ) -> Option:
         """Train for a few steps, and return the measurement of the last step.
 
-        If memory runs out, no exception is raised. Then ``out_of_memory`` of the returned option is
-        the error's message, and the memory of the step is freed.
+        If memory runs out, no exception is raised. Instead, ``out_of_memory`` of the returned
+        option is the error's message, and the memory of the step is freed.
 
         Args:
             chunk_sizes: the number of samples of each device.
@@ -180,7 +180,7 @@ class StepMeter:
         precision = self.workload.precision
         autocast = torch.autocast(self.devices[0].type, precision, enabled=precision is not None)
         with warnings.catch_warnings(), autocast:
-            warnings.simplefilter("ignore", BalanceWarning)  # the even split is measured as well
+            warnings.simplefilter("ignore", BalanceWarning)  # an even split is intended
             output = model(*args, **kwargs)
             if model.chunk_sizes and sum(model.chunk_sizes) != batch_size:
                 raise ArgumentError(

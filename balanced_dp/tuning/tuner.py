@@ -27,16 +27,16 @@ from .workload import Workload
 from .workload_search import WorkloadSearch, fill_alike
 
 _LARGEST_BATCH = 2**16
-"""The upper limit of the batch size in the search for the largest batch that fits.
+"""The search for the largest batch that fits tries no batch with more samples than this.
 
-The batch size has a limit because batches are created on the CPU with all their values, even if the
-devices keep only the shapes of tensors.
+Batches are created on the CPU with all their values, even if the emulated devices keep only the
+shapes of tensors. So batches without a limit could fill the memory of this machine.
 """
 
 _LARGEST_MULTIPLE = 4
-"""The upper limit of the batch size, as a multiple of the requested batch size.
+"""On emulated devices that compute values, the limit is this multiple of the requested batch size.
 
-This limit applies to the search for the largest batch on emulated devices that compute values.
+This limit replaces ``_LARGEST_BATCH``, because the values are computed on the CPU, which is slow.
 """
 
 
@@ -60,21 +60,21 @@ def tune(
 
     A split is the number of samples of each device. By default, the training steps run on the
     accelerators if there are enough (two, or the requested number), otherwise on emulated devices.
-    By default, emulated devices keep the shapes of tensors but no values, so the batch and the
-    model may be larger than the memory of this machine. Nothing is predicted: each split and each
-    batch size in the report was measured.
+    By default, emulated devices keep the shapes of tensors but no values, so training may need more
+    memory than this machine has. Nothing is predicted: each split and each batch size in the report
+    was measured.
 
     Args:
         workload: what to train: a model with its batches, its loss and its optimizer.
         batch_size: the number of samples in the whole batch.
         devices: the devices, or the number of devices. If there are fewer accelerators than this
             number, all devices are emulated. By default, there is one device for each entry of
-            ``capacities``. Without ``capacities``, the devices are all accelerators if there are
-            two or more, otherwise four emulated devices.
-        capacities: the capacity of each device in bytes. Emulated devices may hold more than their
-            capacity. By default, the capacity of an accelerator is its total memory. The default
-            capacity of each emulated device is the highest peak of the even split, rounded up to
-            whole MiB.
+            ``capacities``. If ``capacities`` is None, too, the devices are all accelerators if
+            there are two or more, otherwise four emulated devices.
+        capacities: the capacity of each device in bytes. If a step needs more than the capacity of
+            an emulated device, the step is measured, but counts as not fitting. By default, the
+            capacity of an accelerator is its total memory. The default capacity of each emulated
+            device is the highest peak of the even split, rounded up to whole MiB.
         reserve: the bytes of each device to keep free. The default is 1 GiB, for CUDA's context and
             workspaces of libraries. If the capacity is the peak of the even split, the default
             is 0.
@@ -100,7 +100,8 @@ def tune(
         A report of all measured options.
 
     Raises:
-        ArgumentError: If the batch, the devices, their capacities or the goal cannot be used.
+        ArgumentError: If an argument is out of its range or has a wrong length, or the workload
+            returns a batch of another size or a loss that is not 0-dim.
         ArgumentTypeError: If ``workload`` is not a ``Workload``, or ``batch_size`` or ``reserve``
             is not an integer.
         InfeasiblePlanError: If no measured option for ``batch_size`` samples fits in memory. For
@@ -150,7 +151,7 @@ def tune(
         failures = {}
         for name in ("gather=False", "spread=True") if with_alternatives else ():
             apart = (False, spread) if name == "gather=False" else (gather, True)
-            try:  # what is measured already is not measured again
+            try:  # measures nothing if the argument has this value already
                 run.search(report, *apart)
                 gather = apart[0]
             except Exception as error:  # the user's loss may not work for chunks
@@ -170,8 +171,8 @@ class _Run:
         batch_size: the number of samples in the requested batch.
         swept: values of ``gpu0_bsz`` to measure in addition to those that the search chooses.
         on_measurement: a function that is called with each measured ``Option``.
-        known: a dict from the split (the number of samples of each device), ``gather`` and
-            ``spread`` to the option that was measured with them.
+        known: the measured options, as a dict from ``(split, gather, spread)`` to ``Option``. The
+            split is the number of samples of each device.
     """
 
     meter: StepMeter
@@ -194,8 +195,8 @@ class _Run:
         A split is the number of samples of each device. The splits tried are the even split, the
         splits with a ``gpu0_bsz`` in ``swept``, and the splits that ``WorkloadSearch`` chooses. If
         the devices have different budgets (the bytes that each may hold), splits that should fill
-        all devices equally are also tried. Except for the even split of the requested batch, a
-        split is skipped if it gives a device fewer samples than the model can train on.
+        all devices equally are also tried. A split is skipped if it gives a device fewer samples
+        than the model can train on. Only the even split of the requested batch is never skipped.
 
         Args:
             report: the report with the budgets and the mode of the devices.

@@ -31,8 +31,8 @@ class Workload:
 
     Attributes:
         model: a function that returns a new module, or a module, which is copied for training. A
-            function should create the module on torch's default device. Then a model larger than
-            the memory of this machine can be created on emulated devices.
+            function should not name a device. Then the module is created on device 0. If device 0
+            is emulated without values, the module may be larger than the memory of this machine.
         make_batch: a function that takes a batch size and returns a batch on the CPU. The batch is
             a tuple ``(args, kwargs, target)``: the positional arguments of the model, its keyword
             arguments, and the target. If the only argument of the model is a tensor ``x``, the
@@ -56,7 +56,7 @@ class Workload:
     batch_size: int = 32
 
     def new_model(self) -> nn.Module:
-        """Return a new module: a copy of ``model``, or what ``model`` returns if it is a function.
+        """Return a new module: a copy of the module ``model``, or what ``model()`` returns.
 
         Raises:
             ArgumentTypeError: ``model`` does not return a module.
@@ -164,7 +164,7 @@ def character_batch(starts: torch.Tensor) -> Batch:
 
 
 def char_lm() -> Workload:
-    """Train the demo's transformer over characters of real text, T=64."""
+    """Train the demo's transformer on real text, 64 characters a sample."""
     encoded, vocabulary = encoded_text()
 
     def make_batch(batch_size: int) -> Batch:
@@ -185,17 +185,17 @@ def _tokens(batch_size: int, length: int, vocabulary: int) -> torch.Tensor:
 
 
 def gpt2_small() -> Workload:
-    """Train GPT-2 small (124M parameters, vocabulary 50257), T=256."""
+    """Train GPT-2 small (124M parameters, vocabulary 50257), 256 tokens a sample."""
     return _gpt2(width=768, num_heads=12, num_layers=12)
 
 
 def gpt2_medium() -> Workload:
-    """Train GPT-2 medium (355M parameters, vocabulary 50257), T=256."""
+    """Train GPT-2 medium (355M parameters, vocabulary 50257), 256 tokens a sample."""
     return replace(_gpt2(width=1024, num_heads=16, num_layers=24), batch_size=16)
 
 
 def gpt2_large() -> Workload:
-    """Train GPT-2 large (774M parameters, vocabulary 50257), T=256."""
+    """Train GPT-2 large (774M parameters, vocabulary 50257), 256 tokens a sample."""
     return replace(_gpt2(width=1280, num_heads=20, num_layers=36), batch_size=12)
 
 
@@ -208,7 +208,7 @@ def _gpt2(**sizes: int) -> Workload:
 
 
 def bert_base() -> Workload:
-    """Train BERT-base with its masked LM head (110M parameters, vocabulary 30522), T=128."""
+    """Train BERT-base as a masked LM (110M parameters, vocabulary 30522), 128 tokens a sample."""
 
     def make_batch(batch_size: int) -> Batch:
         tokens = _tokens(batch_size, 128, 30522)

@@ -14,10 +14,10 @@ from ..search import Search, Split
 from ..split import split_batch, split_by_weights
 
 _CLOSE = 400
-"""A search finds the largest chunk or the largest batch to within 1 part in ``_CLOSE``.
+"""The largest chunk or batch that a search finds is at most ``1 / _CLOSE`` of its size too small.
 
-If the search for the largest batch uses the largest chunk that another search has found, the errors
-of the two searches add up. Then the largest batch is found to within 0.5 %.
+The last search of ``WorkloadSearch`` uses the largest chunk that the search before it has found. So
+the errors of both searches add up, to at most 0.5 %.
 """
 
 
@@ -42,10 +42,10 @@ class WorkloadSearch(Search):
 
         There are three searches. The first finds the best ``gpu0_bsz`` for ``batch_size`` samples.
         The second finds the largest batch that fits with the even split. The third finds the
-        largest batch that fits with any ``gpu0_bsz``, in two parts. It first finds the largest
-        chunk that fits on each device other than device 0, while device 0 has no samples. If each
-        of the other devices gets such a chunk, device 0 gets the rest of the batch. So the second
-        part finds the largest batch whose rest and whose gathered outputs fit on device 0.
+        largest batch that fits with any ``gpu0_bsz``, in two steps. The first step gives device 0
+        no samples, and finds the largest chunk that fits on each of the other devices. The second
+        step gives each of these devices at most that chunk, and device 0 the rest of the batch. It
+        finds the largest batch with which device 0 holds at most its budget.
         """
         yield from super().wanted()
         num, told = len(self.budgets), self.told.items()
@@ -73,11 +73,10 @@ def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) ->
     """Return the chunk sizes with which all devices are estimated to be equally full.
 
     The estimate assumes that the utilization of a device (its peak divided by its budget) is a
-    linear function of its chunk size. The line goes through the measurements of two chunk sizes of
-    the device. To choose the two, the device's chunk sizes above 0 are listed in the order in which
-    each was first measured. The last two in this list are used. If there is only one chunk size,
-    the line goes through the origin and the measurement of this chunk size. Measurements in which a
-    device ran out of memory are not used.
+    linear function of its chunk size. The distinct chunk sizes of the device above 0 are ordered by
+    their first measurement, and the line goes through the measurements of the last two. If there is
+    only one chunk size, the line goes through the origin and the measurement of this chunk size.
+    Measurements in which any device ran out of memory are not used.
 
     Args:
         told: a dict from the chunk sizes of each measurement to the utilization of each device. The
