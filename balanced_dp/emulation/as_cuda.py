@@ -58,9 +58,9 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
     The wrapper translates the keyword argument ``device`` with ``to_emulated``. If ``position`` is
     given, it translates the positional argument at this position, too. The wrapper drops the
-    keyword argument ``pin_memory``. If ``function`` is a factory, such as ``torch.empty``, and is
-    called without the keyword argument ``device``, the wrapper passes the result of
-    ``_default_device`` as ``device``, unless this result is None.
+    keyword argument ``pin_memory``. A factory, such as ``torch.empty``, may be called without
+    ``device``. Then the wrapper passes the result of ``_default_device`` as ``device``, unless this
+    result is None.
     """
     is_factory = function in default_device._device_constructors()
 
@@ -123,7 +123,7 @@ device = _stand_in(
 _device_of_tensor: Any = vars(torch._C.TensorBase)["device"]
 
 
-@functools.wraps(torch._C.TensorBase.__new__)  # dynamo compares signatures when it is imported
+@functools.wraps(torch._C.TensorBase.__new__)  # dynamo checks the signature at import
 def _new_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
     default = current_machine().default_device
     if default and cls is torch.Tensor and not kwargs:
@@ -224,7 +224,7 @@ class StorageOnDevice(torch.UntypedStorage):
 
 
 def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """Return a copy of the storage ``self``; ``device`` of the copy is an emulated device.
+    """Return a copy of the storage ``self`` that names an emulated device as its ``device``.
 
     The argument ``device`` says which emulated device; None means the current device. If torch
     creates a tensor for the copy, as ``torch.load`` does, the tensor is on the emulated device.
@@ -364,12 +364,12 @@ def _without_hardware(machine: Machine) -> Patches:
         torch.amp.GradScaler: {"_enabled": never} if machine.symbolic else {},
         # Otherwise each operator prints that it failed to record an event.
         torch.profiler.profiler._KinetoProfile: {"use_device": never},
-        # Scripts compare this version with version numbers, and torchvision compares it with the
-        # CUDA version of its own build.
+        # Scripts parse this version, which is None in a build without CUDA. A build with CUDA keeps
+        # its version, because torchvision compares the version with that of its own build.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
-        # The kernels of the fast path of nn.MultiheadAttention and nn.TransformerEncoder hide the
-        # memory of intermediate results, and use nested tensors to skip padding.
+        # nn.MultiheadAttention and nn.TransformerEncoder must not use their fast path: its kernels
+        # hide the memory of intermediate results, and it skips padding with nested tensors.
         torch.backends.mha: {"get_fastpath_enabled": lambda: False},
     }
 

@@ -2,9 +2,9 @@
 
 Emulated devices have the device type "lazy". ``torch.autocast`` refuses device types that have no
 dispatch key for autocast, and "lazy" has none. But the autocast key of another device type works
-for any tensor that carries the key. So emulated tensors carry the autocast key of PrivateUse1, and
-this file registers kernels for that key. These kernels cast the arguments of an operator before
-autograd sees the operator, as torch's own autocast kernels do.
+for any tensor that carries the key. So emulated tensors carry the autocast key of PrivateUse1 (the
+device type "privateuseone"), and this file registers kernels for that key. These kernels cast the
+arguments of an operator before autograd sees the operator, as torch's own autocast kernels do.
 
 While an ``emulate_devices`` context is open, torch's functions for the autocast state of "lazy" use
 the state of "privateuseone". If the emulated devices are named "cuda", torch's functions for the
@@ -28,7 +28,8 @@ from .tensor import AUTOCAST_KEY, EmulatedTensor
 
 # Source: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE of
 # aten/src/ATen/autocast_mode.h, torch 2.13. All other operators that torch casts on CUDA run in
-# float32 here. On CUDA, norm gets a dtype instead, and binary_cross_entropy is an error.
+# float32 here. Two of them differ on CUDA: norm gets the argument dtype=torch.float32 instead, and
+# binary_cross_entropy raises an error.
 _LOWER_PRECISION = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
     conv_transpose3d convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
     addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
@@ -60,7 +61,7 @@ def patches_of_autocast(device_type: str) -> Patches:
 
     def translated(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(device_type: str | bool = "cuda", *args: Any, **others: Any) -> Any:
-            if isinstance(device_type, bool):  # set_autocast_enabled(True), as older scripts call
+            if isinstance(device_type, bool):  # older scripts call set_autocast_enabled(True)
                 device_type, args = "cuda", (device_type, *args)
             if device_type in emulated:
                 device_type = "privateuseone"
@@ -145,9 +146,9 @@ def _cast(tensor: EmulatedTensor, dtype: torch.dtype) -> torch.Tensor:
 def _to_autocast_dtype(tensor: EmulatedTensor) -> torch.Tensor:
     """Return ``tensor`` cast to the autocast dtype, or unchanged if autocast does not cast it.
 
-    As in torch, if gradients and the cache of autocast are enabled, a weight is cast only once in
-    an autocast context, and its cast copy is kept for later calls. Here, a weight is a float32 leaf
-    tensor that requires a gradient and is not a view.
+    As in torch, a weight (a float32 leaf tensor that requires a gradient and is not a view) is cast
+    only once in an autocast context, and its cast copy is kept for later calls. While gradients or
+    autocast's cache are disabled, weights are cast in each call.
     """
     dtype = torch.get_autocast_dtype(DEVICE_TYPE)
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()

@@ -37,8 +37,8 @@ FOR_EMULATION = """
 """
 """The names in torch that the emulation uses, such as functions and classes.
 
-If the installed torch lacks one of these names, ``emulate_devices`` raises an ``EmulationError``
-that says which.
+If the installed torch lacks some of these names, ``emulate_devices`` raises an ``EmulationError``
+that lists the missing names.
 """
 
 
@@ -65,17 +65,18 @@ class EmulatedDevices(list[torch.device]):
         """Return the bytes allocated on ``device`` for each use of memory, now and at the peak.
 
         The uses are parameter, buffer, gradient, optimizer state, input, activation, gathered
-        output and other. Gathered outputs are outputs that were copied from another device.
-        Activations are all other results of operators in the forward and backward passes. Results
-        of the operators that compute the loss are included.
+        output and other. Inputs are tensors that were copied from the CPU. Gathered outputs are
+        outputs that were copied from another device. Activations are the other results of operators
+        in the forward pass, the loss and the backward pass, except gradients of leaf tensors.
+        Tensors that ``torch.zeros`` and similar functions create count as "other".
 
         A tensor counts as a parameter if it is an ``nn.Parameter`` and an operator has used it, or
         if it is a copy of an ``nn.Parameter`` on another device.
 
         A tensor counts as a buffer if it is a buffer of a module that was moved to the device. A
-        tensor counts as a gradient at the latest when the backward pass has accumulated it. A
-        tensor counts as optimizer state when the first ``step`` of the optimizer that holds it has
-        ended.
+        gradient of a leaf tensor may count as an activation until the backward pass has accumulated
+        it in ``grad``. A tensor of an optimizer's state counts as optimizer state as soon as a
+        ``step`` of the optimizer has ended.
 
         Raises:
             EmulationError: ``device`` does not exist.
@@ -98,11 +99,12 @@ def emulate_devices(
 
     The memory of each device is counted to the byte. Each storage is counted once, until the last
     tensor that uses it is freed. The size of a storage is rounded up to a multiple of 512 bytes, as
-    CUDA's allocator does. ``torch.get_device_module("lazy")`` provides functions that
+    in CUDA's allocator. ``torch.get_device_module("lazy")`` provides functions that
     ``torch.cuda`` has, such as ``max_memory_allocated``, for the emulated devices.
 
-    Inside the context, ``nn.Module.to`` preserves the identity of parameters, as on CUDA, so tied
-    weights stay tied.
+    Inside the context, ``nn.Module.to`` keeps the ``nn.Parameter`` objects, as on CUDA, so tied
+    weights stay tied. But a parameter may be replaced if a view, a weak reference or an autograd
+    graph refers to it.
 
     Args:
         num_devices: number of devices, at least 1.
@@ -170,7 +172,7 @@ def _capacities(num_devices: int, memory: Any) -> list[int]:
 
 def _warn_of_leaks(machine: Machine) -> None:
     if any(ledger.allocated_bytes for ledger in machine.ledgers):
-        gc.collect()  # the first optimizer of a process leaves a reference cycle, no leak
+        gc.collect()  # the first optimizer of a process leaves a cycle, which is no leak
     leaks = [
         f"{use} {format_bytes(num_bytes)} on {device}"
         for device, ledger in zip(machine.devices, machine.ledgers, strict=True)

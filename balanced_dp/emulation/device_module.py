@@ -18,7 +18,10 @@ from .machine import current_machine, has_machine
 Device = torch.device | str | int | None
 
 _initialized = True
-"""Whether ``torch.utils.checkpoint`` saves the states of the devices' random number generators."""
+"""A flag that ``torch.utils.checkpoint`` reads.
+
+Because it is true, checkpointing saves the states of the devices' random number generators.
+"""
 
 
 class device:  # in lower case, as torch.cuda.device is
@@ -87,7 +90,7 @@ def memory_breakdown(device: Device = None) -> MemoryBreakdown:
     """Return the bytes on the device for each use of memory, such as "activation".
 
     The result has the bytes allocated now, and those allocated when the peak was reached.
-    ``torch.cuda`` has no such function.
+    This function has no counterpart in torch's own ``torch.cuda``.
     """
     return ledger_of(device).breakdown()
 
@@ -119,7 +122,7 @@ def get_device_properties(device: Device = None) -> Any:
 
 
 def synchronize(device: Device = None) -> None:
-    """Check that the device exists; operations on emulated devices are synchronous."""
+    """Only check that the device exists: operations on it are synchronous, so none is pending."""
     _index(device)
 
 

@@ -31,11 +31,11 @@ def training_devices(
 ) -> AbstractContextManager[Sequence[torch.device]]:
     """Provide the GPUs of this machine, or emulated devices if it has too few GPUs.
 
-    If ``num_devices`` is given, provide the first ``num_devices`` GPUs if there are enough, and
-    ``num_devices`` emulated devices otherwise. If ``num_devices`` is None, provide all GPUs if
-    there are two or more, and four emulated devices otherwise. Here, a GPU is an accelerator of any
-    type except MPS, which has a single device. Inside an ``emulate_devices`` context, the devices
-    of that context take the place of the GPUs.
+    With ``num_devices=3``, for example, provide the first three GPUs, or three emulated devices if
+    there are fewer than three GPUs. With ``num_devices=None``, provide all GPUs, or four emulated
+    devices if there are fewer than two GPUs. Here, a GPU is an accelerator of any type except MPS,
+    which has a single device. Inside an ``emulate_devices`` context, the devices of that context
+    take the place of the GPUs.
 
     Emulated devices cannot be used after the ``with`` block. Copy tensors that are needed later to
     the CPU.

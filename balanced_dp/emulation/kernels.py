@@ -63,7 +63,8 @@ def register_kernels() -> torch.library.Library:
         kernels[packet.input] = partial(_recurrent, packet.input)
     for func, kernel in kernels.items():
         library.impl(func, kernel, "AutogradLazy")
-    # For backends other than the CPU and CUDA, torch composes these two operators of others.
+    # For backends other than the CPU and CUDA, torch computes these two operators with several
+    # others. Here each runs as one operator, as on CUDA.
     for func in (aten.silu_backward.default, aten.mish_backward.default):
         kernels[func] = operator(func)
         library.impl(func, kernels[func], "Lazy")
@@ -73,8 +74,8 @@ def register_kernels() -> torch.library.Library:
             aten._to_copy.default: _to_copy,
             aten.copy_.default: _copy_,
             aten.add.Tensor: _add,
-            # Torch postpones these two operations by a conjugate bit and a negative bit. Emulated
-            # tensors have no such bits, so both operations are computed.
+            # Torch postpones these two operations: it only sets the conjugate bit or the negative
+            # bit of a tensor. Emulated tensors have no such bits, so both operations are computed.
             aten._conj.default: operator(aten.conj_physical.default),
             aten._neg_view.default: operator(aten.neg.default),
             aten._pack_padded_sequence.default: _pack_padded_sequence,
@@ -152,9 +153,8 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
     """Return ``elem``, the tensor that an emulated tensor wraps, after checking that it has values.
 
-    In symbolic mode, ``elem`` may have a shape but no values. If ``elem`` has no values and has a
-    floating-point or complex dtype, and ``machine.reads_unknown_as_nan`` is true, return a tensor
-    of NaN instead.
+    In symbolic mode, ``elem`` may have a shape but no values. If ``machine.reads_unknown_as_nan``
+    is true, a floating-point or complex ``elem`` without values is replaced by a tensor of NaN.
 
     Raises:
         SymbolicValueError: ``elem`` has no values, and no tensor of NaN is returned.
@@ -174,8 +174,8 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
     - Otherwise, a copy on the same device is labelled like the result of any operator, for example
       as an activation.
     - A copy on another device keeps the label of ``source`` if that label is not provisional.
-    - If it is provisional, a copy on another device is labelled like the result of any operator
-      during a backward pass, and as a gathered output at other times.
+    - If the label of ``source`` is provisional, a copy on another device is labelled like the
+      result of any operator during a backward pass, and as a gathered output at other times.
     """
     label = label_of_results(machine)
     if label is Label.GRADIENT:
@@ -357,9 +357,9 @@ def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
     def run(*elems: Any) -> Any:
         return func(*tree_unflatten(elems, spec), *options)
 
-    # For each time step, the backward pass reads gates, cell and output: six numbers for each unit
-    # of an LSTM. The number of rows of all weights is an upper bound of how many numbers are read:
-    # the weights of an LSTM have eight rows for each unit.
+    # For each sample and time step, the backward pass of an LSTM reads six saved numbers for each
+    # unit: four gates, cell and output. As an upper bound for all kinds of layers, use the number
+    # of rows of the weights, which is eight for each unit of an LSTM.
     num_rows = sum(weight.size(0) for weight in weights if weight.dim() == 2)
     num_kept = args[0].shape[:-1].numel() * num_rows * torch.is_grad_enabled()
     return _fused(func, run, num_kept, *inputs)
@@ -371,7 +371,7 @@ class _Fused(torch.autograd.Function):
     The backward pass computes the operator again to get the gradients.
 
     Args:
-        func: the operator.
+        func: the operator, which is named in error messages.
         run: function that computes the outputs of the operator on the CPU.
         num_kept: how many numbers the fused kernel saves for the backward pass, in addition to the
             inputs and the output.
@@ -390,7 +390,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # As with cuDNN, differentiating twice is an error, even if the gradients have no graph.
+        # As with cuDNN, differentiating twice is an error. once_differentiable raises it only if a
+        # gradient requires grad, so here all gradients do.
         given = [g.detach().requires_grad_() for g in grads] if torch.is_grad_enabled() else grads
         return _Fused._backward(ctx, *given)
 

@@ -8,8 +8,8 @@ reference counting is enough for this, so memory is freed without the garbage co
 Each block has a label, which says what the memory is used for. The label may change while the block
 is allocated: for example, a tensor becomes a gradient only after it was computed. So the bytes for
 each label at the peak are not stored when the peak is reached. They are computed on request, from
-the blocks that were allocated at the peak. These are the blocks whose attribute ``number`` is at
-most ``_peak_number`` and that are still allocated or were freed after the peak.
+the blocks that existed at the peak. A block existed at the peak if it was allocated before the peak
+(its ``number`` is at most ``_peak_number``) and was not freed before the peak.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Block:
 class MemoryBreakdown:
     """The bytes allocated on one device, for each use of memory, such as "activation".
 
-    Both dictionaries have all uses as keys.
+    The attributes are dictionaries from all uses of memory to bytes.
 
     Attributes:
-        now: the bytes allocated now, for each use. Their sum is ``memory_allocated``.
+        now: the bytes allocated now, for each use. Their sum is what ``memory_allocated`` returns.
         peak: the bytes that were allocated for each use when the peak of memory was reached. Their
             sum is ``torch.get_device_module("lazy").max_memory_allocated``. If emulated devices are
             named "cuda", ``torch.cuda.reset_peak_memory_stats`` does not reset this peak.

@@ -24,10 +24,11 @@ from .ledger import Allocation, DeviceLedger, Label, round_up
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
 
-The type "lazy" has a dispatch key of its own and allows any device index. Autograd runs the
-backward nodes of "lazy" tensors in the queue for CPU nodes. Two other types would not work. From
-Python, the type PrivateUse1 can only have the index 0. The type "cuda" would need fake CUDA
-tensors, and their backward pass aborts the process if there is no GPU.
+The type "lazy" has a dispatch key of its own and allows any device index. Like the backward nodes
+of CPU tensors, those of "lazy" tensors run in the thread that called ``backward``, so autograd
+needs no thread for each device. Two other types would not work. Without an extension in C++, the
+type PrivateUse1 can only have the index 0. With the type "cuda", the backward pass aborts the
+process if there is no GPU.
 """
 
 MAX_DEVICES = 128
@@ -58,7 +59,7 @@ class Machine:
         symbolic: whether to keep only the shapes, not the values, of floating-point and complex
             tensors.
         device_type: the device type that the devices report to scripts, "lazy" or "cuda". Inside
-            torch, their tensors always have the device type ``DEVICE_TYPE``.
+            torch, tensors on the devices always have the type "lazy" (``DEVICE_TYPE``).
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class Machine:
         self.reads_unknown_as_nan = False
         """Whether reading a value that was not computed gives NaN, instead of raising an error.
 
-        In symbolic mode, floating-point tensors have shapes but no values. If true, ``Tensor.item``
-        returns NaN, or False for a bool tensor, and copying a floating-point tensor to the CPU
-        gives NaN. If false, both raise an error.
+        In symbolic mode, floating-point tensors have shapes but no values. If this attribute is
+        true, ``Tensor.item`` of a tensor without values returns NaN, or False for a bool tensor,
+        and copying a floating-point tensor to the CPU gives a tensor of NaN. If this attribute is
+        false, ``item`` and the copy raise an error.
         """
 
     def index_of(self, device: torch.device | str | int | None) -> int:
@@ -178,8 +180,8 @@ def is_in_backward() -> bool:
 def makes_parameter_gradients() -> bool:
     """Return whether the autograd node that this thread runs makes gradients of leaf tensors.
 
-    This is so if the node is an ``AccumulateGrad`` node, or if all results of the node go to
-    ``AccumulateGrad`` nodes.
+    The result is true if the node is an ``AccumulateGrad`` node (which adds a gradient to the
+    ``grad`` of a leaf tensor), or if all results of the node go to ``AccumulateGrad`` nodes.
     """
     if not is_in_backward():
         return False

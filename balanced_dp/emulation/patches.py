@@ -48,7 +48,7 @@ def patched(machine: Machine) -> Iterator[None]:
             all_patches += patches_of_names(machine)
             stack.callback(torch.set_default_device, default_device.CURRENT_DEVICE)
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        builtins = torch.jit._builtins._get_builtin_table()  # TorchScript knows functions by id
+        builtins = torch.jit._builtins._get_builtin_table()  # TorchScript finds them by id()
         stack.enter_context(mock.patch.dict(builtins))
         for patches in all_patches:
             for target, attributes in patches.items():
@@ -68,12 +68,12 @@ def _patches(machine: Machine) -> Patches:
         torch.nn.Module: {"_apply": _apply_in_place},
         torch.utils: {"swap_tensors": _swap_data},
         torch.Tensor: {"as_subclass": _as_subclass},
-        # torch.manual_seed calls this function to seed the generators of devices that torch does
-        # not know, but torch's own version of this function knows only PrivateUse1.
+        # torch.manual_seed calls this function to seed the generators of a custom device type.
+        # Torch's own version of this function seeds only devices of the type PrivateUse1.
         torch.random: {"_seed_custom_device": machine.manual_seed_all},
         # By default, optimizers on CUDA update all parameters at once (foreach), which takes
-        # temporary memory for all parameters. On request, optimizers use a fused kernel, which
-        # takes no temporary memory.
+        # temporary memory for all parameters. With fused=True, optimizers use a fused kernel,
+        # which takes no temporary memory. Emulated devices support both.
         optimizer: {
             "_foreach_supported_types": [*optimizer._foreach_supported_types, EmulatedTensor],
             "_get_foreach_kernels_supported_devices": lambda: foreach,
@@ -87,8 +87,8 @@ def _patches(machine: Machine) -> Patches:
 
 
 def _as_subclass(self: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    # fastai calls this to give a CPU copy the class of its source. If this is a class of emulated
-    # tensors, the CPU copy stays as it is.
+    # fastai calls as_subclass to give a CPU copy the class of its source. If the source is an
+    # emulated tensor, the CPU copy keeps its own class.
     return self if issubclass(cls, EmulatedTensor) else torch._C.TensorBase.as_subclass(self, cls)
 
 
@@ -103,8 +103,8 @@ _lock = threading.RLock()
 def _apply_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     # `param.data = ...` cannot turn a plain tensor into a subclass, so Module.to would replace the
     # parameters of each module and untie tied parameters. If a flag of torch is set, Module.to
-    # swaps the parameters in place instead. The flag is set only inside of Module._apply, because
-    # load_state_dict would swap parameters, too, and fail if a graph holds a parameter.
+    # swaps the parameters in place instead. The flag is set only inside of Module._apply. If it
+    # stayed set, load_state_dict would swap parameters, too, and fail if a graph holds one.
     with _lock:  # all threads share the flag
         before = _future.get_swap_module_params_on_conversion()
         _future.set_swap_module_params_on_conversion(True)
@@ -129,7 +129,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def _swap_data(parameter: Any, other: torch.Tensor) -> None:
     """Swap two tensors, but let ``parameter`` keep its attributes and hooks.
 
-    An assignment to ``parameter.data`` would keep the attributes and hooks, too.
+    On CUDA, ``Module.to`` assigns to ``parameter.data``, which keeps the attributes and hooks, too.
     """
     attributes = {k: v for k, v in vars(parameter).items() if k not in ("_elem", "_machine")}
     hooks = {name: getattr(parameter, name) for name in _HOOKS}

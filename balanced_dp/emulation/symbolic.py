@@ -31,7 +31,7 @@ def is_unknown_dtype(dtype: torch.dtype) -> bool:
 
 
 def is_written(argument: torch.Argument) -> bool:
-    """Return whether an operator writes to tensors that it gets as ``argument`` of its schema."""
+    """Return whether the operator that has ``argument`` in its schema writes to this argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
@@ -57,15 +57,15 @@ class SymbolicOperator:
     """A callable that runs one of torch's operators in symbolic mode.
 
     In symbolic mode, tensors may have shapes but no values. If the values of all arguments are
-    known, the operator computes values. If not, it runs on shapes only. An operator that reads only
-    the shape of its argument, such as ``zeros_like``, runs on shapes only if its result has a
-    floating-point or complex dtype.
+    known, the operator computes values. If not, it computes only shapes. For an operator that reads
+    only the shape of its argument, such as ``zeros_like``, the dtype of the result decides: if it
+    is floating-point or complex, the operator computes only shapes, otherwise values.
 
     Torch computes many shapes in Python, which is slow, and the same shapes occur again in other
-    layers of the model and in later training steps. So most operators run on shapes only once for
-    each combination of tensor layouts (sizes, strides and dtypes) and other arguments. Later calls
-    with an equal combination only create outputs with the same layouts. Other operators run on
-    shapes in each call, for example if they return a view of an argument.
+    layers of the model and in later training steps. So for most operators, the shapes are computed
+    once for each combination of tensor layouts (sizes, strides and dtypes) and other arguments.
+    Later calls with an equal combination only create outputs with the same layouts. For other
+    operators, such as those that return a view of an argument, each call computes the shapes.
     """
 
     __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")
@@ -86,7 +86,7 @@ class SymbolicOperator:
         self.make_outputs: dict[Any, _MakeOutputs] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator, or only create its outputs, as the docstring of the class says.
+        """Run the operator, or create its outputs without running it if their shapes are known.
 
         Raises:
             SymbolicValueError: the operator needs values that are not known, or would write unknown
@@ -148,7 +148,7 @@ def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | 
 def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(META) if is_known(value) else value
-    if isinstance(value, torch.UntypedStorage):  # of a checkpoint that is loaded to a device
+    if isinstance(value, torch.UntypedStorage):  # the storage of a loaded checkpoint
         return torch.UntypedStorage(value.nbytes(), device=META)
     if type(value) in (tuple, list):
         return type(value)(map(_to_meta, value))
@@ -164,8 +164,9 @@ _MAX_KEYS = 2**12
 def _key(values: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Return a dictionary key for ``values``, the arguments of an operator.
 
-    Tensors among the values are also appended to ``tensors``. The key contains the layout of each
-    tensor, and the type and value of each other argument.
+    Tensors among the values are also appended to ``tensors``. For each tensor, the key contains the
+    sizes, the strides, the dtype and whether the values are known. For each other argument, it
+    contains the type and the value.
     """
     key: list[Any] = []
     for value in values:
@@ -189,9 +190,9 @@ def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _
 
     A layout is the sizes, the strides and the dtype of a tensor. Return None if ``out`` contains a
     value that cannot be created from a layout alone, such as a tensor whose values are known, or a
-    view of an input. ``storages`` contains one identifying number for each storage of the tensors
-    in ``inputs``. This function appends such a number for each further storage of the tensors in
-    ``out``.
+    view of an input. To find views, ``storages`` contains a number that identifies the storage of
+    each tensor in ``inputs``. The numbers of new storages in ``out`` are appended, so that outputs
+    that share a storage are found, too.
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]

@@ -3,8 +3,8 @@
 ``EmulatedTensor.__torch_dispatch__`` intercepts every operator after autograd has handled it, so
 torch itself takes care of gradients, hooks and views. ``__torch_dispatch__`` checks that all
 tensors are on one device, runs the operator on the wrapped CPU tensors, and records the memory of
-the results in the ledger of the device. In symbolic mode, a wrapped tensor whose values are not
-known is on torch's ``meta`` device: it has a shape and no data.
+the results in the ledger of the device. Symbolic mode keeps only the shapes of floating-point
+tensors. There, a wrapped tensor whose values are not known is on torch's ``meta`` device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROVISIONAL = (Label.ACTIVATION, Label.OTHER)
 """The labels (uses of memory) that a more specific label may replace later."""
 
 NOT_STATE = (*PROVISIONAL, Label.INPUT, Label.GATHERED_OUTPUT)
-"""The labels that are replaced if a tensor is found to be a parameter or a buffer."""
+"""The labels (uses of memory) that are replaced if the tensor is a parameter or a buffer."""
 
 HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 """For each operator with a special implementation on emulated devices, that implementation.
@@ -101,7 +101,7 @@ class EmulatedTensor(torch.Tensor):
     def item(self) -> Any:
         """Return the value of this tensor, which must have one element, as a Python number."""
         if current_machine().reads_unknown_as_nan and not is_known(elem_of(self)):
-            return False if self.dtype is torch.bool else math.nan  # comparing with NaN is False
+            return False if self.dtype is torch.bool else math.nan  # as "nan < 1" is False
         return super().item()
 
     def __bool__(self) -> bool:
@@ -158,8 +158,9 @@ class EmulatedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle this tensor as a CPU tensor, so that checkpoints load without emulated devices.
 
-        If emulated devices are named "cuda", ``torch.save`` writes the location "cuda" into the
-        file. So as with CUDA tensors, ``torch.load`` needs ``map_location`` if there is no GPU.
+        If emulated devices are named "cuda", ``torch.save`` writes a location such as "cuda:0" into
+        the file. On a machine without a GPU, ``torch.load`` then needs ``map_location``, as for
+        CUDA tensors.
 
         Raises:
             SymbolicValueError: the values of this tensor are not known.
@@ -217,7 +218,7 @@ class Operator:
         out = run(*elem_args, **elem_kwargs)
         for position, name in self.on_shapes.written:
             value = args[position] if position < len(args) else kwargs.get(name)
-            if isinstance(value, list):  # torch increments the versions of single tensors only
+            if isinstance(value, list):  # torch increments _version only of tensors outside lists
                 torch.autograd.graph.increment_version(t for t in value if not t.is_inference())
             elif value is not None and (self.may_reshape or value.is_sparse):
                 value.data = wrap_elem(value._elem, machine, index, wrapped.label)
@@ -245,8 +246,9 @@ def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
         return cls
 
     def torch_function(both: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Results are of class cls, since they may be on the CPU. If a result is emulated,
-        # EmulatedTensor.as_subclass gives it the class ``both`` that is created below.
+        # The method of cls, not that of ``both`` (created below), gives results the class cls,
+        # because a result may be on the CPU. For an emulated result, this method calls
+        # EmulatedTensor.as_subclass, which gives the result the class ``both``.
         known = [cls if kind is both else kind for kind in types]
         return cls.__torch_function__(func, known, args, kwargs)
 
@@ -307,7 +309,7 @@ class Wrapped:
 
     @property
     def index(self) -> int:
-        """The index of the device on which all emulated tensors of the call are.
+        """The index of the device that holds all emulated tensors of the call.
 
         Raises:
             RuntimeError: the tensors are on several devices.
@@ -400,8 +402,8 @@ def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     """Return the CPU or meta tensor that ``tensor`` wraps.
 
-    If ``tensor`` is an ``nn.Parameter`` and the label of its memory is in ``NOT_STATE``, its memory
-    gets the label of parameters.
+    If ``tensor`` is an ``nn.Parameter`` whose memory has a label in ``NOT_STATE``, such as
+    "activation", the label becomes "parameter".
 
     Raises:
         EmulationError: the ``emulate_devices`` context in which ``tensor`` was created has ended.
@@ -435,11 +437,12 @@ def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL
 
 
 def _refused_cpu_dims(argument: torch.Argument) -> float | None:
-    """Return the smallest number of dimensions for which CPU tensors are refused as ``argument``.
+    """Return the number of dimensions from which a CPU tensor is refused as ``argument``.
 
-    ``argument`` belongs to the schema of an operator on emulated tensors. As on CUDA, a
-    0-dimensional CPU tensor is accepted as a number, unless it is in a list or is written to. None
-    means that ``argument`` takes no tensors.
+    ``argument`` belongs to the schema of an operator on emulated tensors. The result is usually 1:
+    as on CUDA, a 0-dimensional CPU tensor is accepted as a number. The result is 0, so that all CPU
+    tensors are refused, if ``argument`` is a list or is written to. It is infinite if no CPU tensor
+    is refused, and None if ``argument`` takes no tensors.
     """
     if "Tensor" not in str(argument.type):
         return None

@@ -30,14 +30,16 @@ def memory_breakdown(
     On emulated devices, the bytes are exact. On other devices, ``parameter``, ``buffer``,
     ``gradient`` and ``optimizer state`` count the tensors that exist now, including the copies of
     parameters and buffers on each device. There, ``rest`` is everything else: activations, gathered
-    outputs, the loss. Call this function after a training step other than the first, and before
-    ``zero_grad`` frees the gradients.
+    outputs, the loss. Call this function after the second training step or a later one, and before
+    ``zero_grad`` frees the gradients. At the peak of the first step, most optimizers have no state
+    yet.
 
     Args:
         model: a ``BalancedDataParallel``, or any other module. The devices of any other module are
             those of its parameters and buffers.
-        optimizer: the optimizer of the parameters, whose state is then listed separately. On
-            emulated devices, the state is listed without this argument, too.
+        optimizer: the optimizer of the parameters. If it is given, the bytes of its state are
+            listed separately, and not as part of ``rest``. On emulated devices, they are listed
+            separately without this argument, too.
 
     Raises:
         ProbeError: no device of the model counts its memory.

@@ -50,8 +50,8 @@ def memory_of(board: Board) -> dict[str, Any]:
 
     The result is a dict, whose keys are fields of ``DeviceMemory``.
 
-    Drivers before 510 only have version 1 of the query, which counts the driver's reserved
-    memory as used.
+    With drivers before 510, the used bytes include the driver's reserved memory, because these
+    drivers only have version 1 of the query.
 
     Source:
         ``nvidia-smi --query-gpu=memory.total,memory.used,memory.free``; nvmlMemory_v2_t in NVML's
@@ -106,8 +106,8 @@ def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
     returned. Otherwise, the result is None.
 
     CUDA and NVML number devices differently. CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``,
-    by default with the fastest first. NVML numbers all GPUs, in the order of their PCI bus ids. A
-    MIG slice has the PCI bus id of its GPU.
+    by default with the fastest first. NVML numbers all GPUs, in the order of their PCI bus ids. All
+    MIG slices of a GPU have its PCI bus id, so this id alone may not identify a board.
 
     Args:
         properties: the result of ``torch.cuda.get_device_properties``.

@@ -33,8 +33,8 @@ class Peaks:
 
     The constructor resets torch's peak memory statistics of the devices. Before that, it saves the
     peaks so far in all other ``Peaks`` objects. So blocks of ``MemoryProbe.measure`` may be nested,
-    and a ``MemoryLogger`` may write a record inside such a block. Calls of
-    ``reset_peak_memory_stats`` elsewhere are not noticed.
+    and a ``MemoryLogger`` may write a record inside such a block. If other code calls
+    ``reset_peak_memory_stats``, the peaks before that call may be lost.
 
     Args:
         devices: devices that count their memory, without duplicates.
@@ -71,8 +71,9 @@ class Peaks:
 def _statistics_of(device: torch.device) -> Any:
     """Return the module whose functions read and reset the memory statistics of ``device``.
 
-    For an emulated device, this is not ``torch.cuda``, even if the device's type is ``"cuda"``. The
-    peak in the returned module is separate from the peak that a script reads in ``torch.cuda``.
+    For an emulated device, the result is the emulation's own module and not ``torch.cuda``, even if
+    the device's type is ``"cuda"``. So the peak of an emulated device is separate from the peak
+    that a script reads in ``torch.cuda``.
     """
     return device_module if is_emulated(device) else torch.get_device_module(device)
 
@@ -86,9 +87,9 @@ class MemoryLogger:
     created. The last value of a record, ``memory/imbalance``, is (max - min) / max of these peaks.
 
     Steps without a record cost nothing. Writing a record does not synchronize the devices, because
-    the allocator counts on the host. Writing a record resets torch's peak memory statistics of the
-    devices. But if this happens inside a block of ``MemoryProbe.measure``, the result of the block
-    does not change.
+    the allocator keeps its counts on the host. Writing a record resets torch's peak memory
+    statistics of the devices. But if this happens inside a block of ``MemoryProbe.measure``, the
+    result of the block does not change.
 
     Args:
         model: the ``BalancedDataParallel`` whose devices are logged.

@@ -164,7 +164,7 @@ class MemoryProbe:
 
 
 def _add_nvml(memory: DeviceMemory, board: Board) -> DeviceMemory:
-    """Return a copy of ``memory`` in which the fields that NVML knows are those of ``board``."""
+    """Return a copy of ``memory``, updated with what NVML knows about ``board``."""
     memory = replace(
         memory,
         nvml_index=board.nvml_index,
@@ -190,9 +190,8 @@ def _sampled_peaks(
     that it has reserved. A last sample is always taken when the block ends.
 
     Yields:
-        A dict from each device in ``boards`` to the largest sample so far in bytes, which is a
-        lower bound of the peak of the used memory. The value is None if all queries of the device
-        failed.
+        A dict from each device in ``boards`` to the largest sample so far in bytes. The actual peak
+        may be higher. The value is None if all queries of the device failed.
     """
     peaks: dict[torch.device, int | None] = dict.fromkeys(boards)
     has_ended = threading.Event()

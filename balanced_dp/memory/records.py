@@ -1,4 +1,7 @@
-"""Records of a device's memory, and of the memory that a ``with`` block took, without torch."""
+"""Records of a device's memory, and of the memory that a ``with`` block took.
+
+This file does not use torch.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,17 @@ class DeviceMemory:
         device: torch's name of the device; None for a GPU that NVML lists but torch does not see.
         nvml_index: the index of the GPU in NVML and nvidia-smi.
         mig_index: the index of the MIG slice; None for a whole GPU.
-        uuid: the UUID of nvidia-smi, ``GPU-...`` or ``MIG-...``. If NVML does not know the device,
-            it is torch's UUID, which has no such prefix.
+        uuid: the UUID as nvidia-smi prints it, ``GPU-...`` or ``MIG-...``. If NVML does not know
+            the device, the UUID is the one that torch reports, without such a prefix.
         name: the name of the device.
         total_bytes: the capacity of the device.
         used_bytes: memory of the device that is in use by all processes together.
         free_bytes: memory of the device that is not in use.
         allocated_bytes: memory occupied by tensors of this process.
         reserved_bytes: memory managed by torch's allocator.
-        peak_allocated_bytes: the maximum of ``allocated_bytes``: in a result of
-            ``MemoryProbe.measure``, during the measured block; in a snapshot, since the peak was
-            last reset.
+        peak_allocated_bytes: the maximum of ``allocated_bytes``. ``MemoryProbe.measure`` gives the
+            maximum during the measured block, and ``MemoryProbe.snapshot`` the maximum since the
+            peak was last reset.
         peak_reserved_bytes: the maximum of ``reserved_bytes`` during the same time.
         peak_used_bytes: the largest sample of ``used_bytes`` during the measured block. This
             sample is a lower bound of the maximum of ``used_bytes``.
@@ -132,9 +135,9 @@ class StepMemory:
     def check_split(self, tolerance: float = 0.10) -> str | None:
         """Return advice on how to balance the memory of the devices, or None if it is balanced.
 
-        If the measurement is not valid, the reason is returned instead of advice. The comparison is
-        of utilizations (peaks as fractions of the capacities), so devices with different capacities
-        may hold different amounts of memory.
+        If the measurement is not valid, the reason is returned instead of advice. The utilizations
+        of the devices (peaks as fractions of the capacities) are compared, so balanced devices of
+        different capacities hold different amounts of memory.
 
         Args:
             tolerance: the largest difference between utilizations that counts as balanced, as a

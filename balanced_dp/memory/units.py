@@ -21,8 +21,8 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
         argument: the name of the argument in error messages.
 
     Raises:
-        ArgumentError: ``size`` is not a size, or is text that has no unit and means more than 0 but
-            less than 1024 bytes.
+        ArgumentError: ``size`` is not a size, or is text such as ``"11"``: a number below 1024
+            without a unit, which is probably a mistake. ``"0"`` is allowed.
     """
     match = _TEXT.fullmatch(str(size))
     if match is None:
@@ -53,7 +53,8 @@ def format_bytes(num_bytes: float) -> str:
 def byte_scale(largest: float) -> tuple[int, str]:
     """Return the size in bytes and the name of the largest binary unit that ``largest`` reaches.
 
-    If ``largest`` is below 1024, the unit is the byte.
+    For example, ``byte_scale(3000)`` is ``(1024, "KiB")``. If ``largest`` is below 1024, the unit
+    is the byte.
     """
     power = max((n for n in range(1, 5) if abs(largest) >= 1 << 10 * n), default=0)
     return 1 << 10 * power, f"{_PREFIXES[power]}iB" if power else "B"
