@@ -26,9 +26,9 @@ class Difference(NamedTuple):
     relative: float
     """The size of the difference, relative to the result of the whole batch.
 
-    It is the largest absolute difference between corresponding entries of the two tensors, divided
-    by the largest absolute value in the tensor of the whole batch, or by 1 if that value is 0. It
-    is infinite if the output or gradient is missing for the split batch, or has another shape.
+    This is ``abs(split - whole).max() / abs(whole).max()``, where a divisor of 0 is replaced by 1.
+    The value is infinite if the output or gradient is missing for the split batch, or has another
+    shape there.
     """
     cause: str
     """The likely cause of the difference, and a remedy if one is known."""
@@ -87,7 +87,7 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         warnings.simplefilter("always", BalanceWarning)
         twin = copy.deepcopy(parallel).eval()
-        twin.gpu0_bsz = parallel.gpu0_bsz  # a number, so that "auto" does not change
+        twin.gpu0_bsz = parallel.gpu0_bsz  # not "auto", which might try other splits
         twin.gathers_outputs, twin.spread = True, False
         batches = (twin.scatter(*_copied(inputs, kwargs), twin.devices[:1]) for _ in range(2))
         whole, again = (_results(twin.module, twin.module(*args, **kw)) for [args], [kw] in batches)
@@ -119,8 +119,8 @@ def _copied(*values: Any) -> Any:
 def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
     """Return a dictionary of the floating-point outputs and the gradients of the parameters.
 
-    The gradients are those of a weighted sum of all entries of the outputs that require gradients.
-    Each entry of an output has a different weight.
+    The gradients are those of a weighted sum of all entries of those outputs that require
+    gradients. The weights rise from 1 to 2 along the entries of each output.
     """
     found = {
         f"output {path or '(the whole)'}": leaf
@@ -139,8 +139,9 @@ def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
 def _relative(found: Tensor | None, expected: Tensor) -> float:
     """Return the largest difference between ``found`` and ``expected``, relative to ``expected``.
 
-    It is computed as ``Difference.relative`` says. The result is infinite if the tensors differ in
-    shape, or if ``found`` is None. Entries that are NaN in both tensors count as equal.
+    The docstring of ``Difference.relative`` gives the formula. The result is infinite if the
+    tensors differ in shape, or if ``found`` is None. Entries that are NaN in both tensors count as
+    equal.
     """
     if found is None or found.shape != expected.shape:
         return math.inf

@@ -1,17 +1,18 @@
 """Copy weights to other devices and copy their gradients back, several tensors at a time.
 
-Each launch of a copy takes time. So several tensors of one dtype are flattened into a single
-tensor, which is copied in one piece. Such a group of tensors is a bucket. Parameters and buffers
-are copied to the other devices in buckets. If there are several other devices, NCCL broadcasts the
-buckets. Gradients are copied back in buckets, too. A bucket holds parameters that were registered
-one after the other, because a forward pass usually uses such parameters soon after one another.
+Each launch of a copy takes time. So between CUDA devices, several tensors of one dtype are
+flattened into a single tensor, which is copied in one piece. Such a group of tensors is a bucket.
+Weights (parameters and buffers) are copied to the other devices in buckets. If there are several
+other devices, NCCL broadcasts the buckets. Gradients are copied back in buckets, too. A bucket
+holds parameters that were registered one after the other, because a forward pass usually uses such
+parameters soon after one another.
 
-Weights are copied on CUDA streams that are used for nothing else. ``Arrivals`` holds the events
-that mark the end of the copy of each bucket. A replica may start to run before all copies are
-complete. So if parameters of one of the replica's modules are still being copied, an
-``ArrivingParameters`` takes the place of the dictionary ``_parameters`` of this module. When the
-forward pass reads the first parameter of a module, the current stream waits for the copies of all
-parameters of this module.
+Weights are copied on CUDA streams that are used for nothing else. For each bucket and device,
+``Arrivals`` holds a CUDA event that marks the end of the copy. A replica may start to run before
+all copies are complete. So in each of its modules whose parameters are still being copied, an
+``ArrivingParameters`` takes the place of the dictionary ``_parameters``. The first time that the
+forward pass reads a parameter of such a module, the current stream waits for the copies of all
+parameters of the module.
 
 The home of a parameter is the device that the original parameter is on. If gradients are enabled,
 each bucket has one ``Broadcast`` node in the autograd graph for each device that holds copies. The
@@ -53,11 +54,11 @@ Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
 """
 
 LEAST_BYTES = 2**20
-"""The minimum, in bytes, of the size limit for a bucket of parameters or buffers.
+"""The number of bytes that a bucket of parameters or buffers may always hold.
 
-A bucket is a group of tensors that are copied in one piece. The size limit depends on the size of
-all tensors, but is never below this minimum. A lower limit would give more buckets, and each bucket
-needs a launch on every device.
+A bucket is a group of tensors that are copied in one piece. Its size limit is an eighth of the size
+of all tensors, but at least ``LEAST_BYTES`` and at most ``BUCKET_BYTES``. A lower limit would give
+more buckets, and each bucket needs a launch on every device.
 
 Source: the size of the first bucket of torch 2.13's ``DistributedDataParallel``.
 """
@@ -66,10 +67,11 @@ Source: the size of the first bucket of torch 2.13's ``DistributedDataParallel``
 _sending = threading.Lock()
 """A lock to hold while tensors are sent to CUDA devices.
 
-It is needed because several threads may call models on the same devices. To broadcast a tensor,
-NCCL launches a kernel on one device after the other, and these kernels wait for each other. Without
-the lock, another thread could act between two of these launches. If that thread made the stream of
-the second kernel wait for the stream of the first kernel, there would be a deadlock.
+The lock is needed because several threads may call models on the same devices. To broadcast a
+tensor, NCCL launches a kernel on one device after the other, and these kernels wait for each other.
+Without the lock, another thread could act between two of these launches. For example, it could make
+the stream of the second kernel wait for the stream of the first kernel. Then neither kernel could
+end: a deadlock.
 """
 
 Copies = dict[torch.device, list[torch.Tensor]]
@@ -83,17 +85,18 @@ class Arrivals:
     """The CUDA events that mark the end of each copy of a weight from one device to another.
 
     The copies are made on the weight streams: each CUDA device has one stream that is used only to
-    copy weights. The memory of the copies belongs to the streams that were current when ``expect``
-    was called. This memory must not be freed before ``wait`` is called.
+    copy weights. The memory of the copies is allocated on the streams that are current when
+    ``expect`` is called. This memory must not be freed before ``wait`` is called. Otherwise the
+    caching allocator could reuse the memory while a weight stream still writes to it.
 
     Attributes:
         events: a dictionary that maps the ``id`` of a tensor to an event. Wait for the event of a
             copy before the copy is used. Wait for the event of an original before the original is
             written to.
-        are_traced: whether ``torch.compile`` has ever traced code that reads copies of parameters
-            before these copies are known to be complete. Compiled code reads parameters without
-            waiting. So once ``are_traced`` is True, each call of a model waits for the copies of
-            all parameters before it runs the replicas.
+        are_traced: whether ``torch.compile`` has ever traced a read of a copy that may have been
+            incomplete. Compiled code reads parameters without waiting. So once ``are_traced`` is
+            True, each call of a model waits for the copies of all parameters before it runs the
+            replicas.
     """
 
     are_traced: ClassVar[bool] = False
@@ -105,7 +108,8 @@ class Arrivals:
     def expect(self, devices: Iterable[torch.device]) -> None:
         """Let the weight stream of each device wait for the device's current stream.
 
-        The weight stream is the stream on which weights are copied.
+        The weight stream copies weights. It must not start before the current stream has written
+        the weights, for example in an optimizer step.
         """
         for device in devices:
             self._streams[device] = torch.get_device_module(device).current_stream(device)
@@ -131,9 +135,9 @@ class Arrivals:
 class ArrivingParameters(UserDict[str, Any]):
     """A replacement for the ``_parameters`` of a module whose parameters are still being copied.
 
-    The first time that a parameter is read while a given CUDA stream is current, this stream waits
-    for the copies of all parameters of the module. The operator ``in`` does not wait, since
-    ``Module.__getattr__`` uses it to look up attributes of any kind.
+    A read of a parameter makes the current CUDA stream wait for the copies of all parameters of the
+    module, unless this stream has already waited. The operator ``in`` does not wait, since
+    ``Module.__getattr__`` also uses it to look up attributes that are not parameters.
 
     Args:
         plain: the plain dictionary that this object replaces.
@@ -151,8 +155,8 @@ class ArrivingParameters(UserDict[str, Any]):
         self._waited: set[int] = set()
 
     def __reduce__(self) -> Any:
-        # Deep-copying or pickling this object copies the plain dictionary, because the
-        # module's register_parameter writes to the plain dictionary.
+        # A deep copy or a pickle of this object is a copy of the plain dictionary, to which
+        # register_parameter of the copied module writes, too.
         return itemgetter(0), ([self._arrived()],)
 
     def __getitem__(self, name: str) -> Any:
@@ -212,15 +216,15 @@ def copy_to(
 ) -> Copies:
     """Return copies of ``tensors`` on each of ``devices``, in the order of ``tensors``.
 
-    For the device that a tensor is on, the tensor itself is returned. Between CUDA devices, many
-    tensors are copied in few pieces. If there are several destinations, each piece is broadcast to
-    them, by NCCL if torch has it.
+    On its own device, a tensor is not copied: the tensor itself is returned. Between CUDA devices,
+    many tensors are copied in few pieces. If there are several destinations, each piece is
+    broadcast to them, by NCCL if torch has it.
 
     Args:
         devices: the destinations, each given once.
         tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
-        arrivals: if given, the end of the copy of each piece is recorded in this object as an
-            event, and the caller has to wait for these events. If None, the current streams wait
+        arrivals: if given, this object gets a CUDA event that marks the end of the copy of each
+            piece, and the caller has to wait for these events. If None, the current streams wait
             for all copies.
     """
     are_cuda, is_recorded = all(map(is_cuda, devices)), torch.is_grad_enabled()
@@ -245,8 +249,8 @@ def copy_to(
 def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) -> None:
     """Copy tensors between CUDA devices in buckets, and store the results in ``copies``.
 
-    A bucket is a group of tensors that are copied in one piece. On each device, the copies of the
-    tensors of a bucket share one storage.
+    A bucket is a group of tensors that are copied in one piece. On each device, all copies of a
+    bucket share one storage.
 
     Args:
         tensors: the tensors to copy, by their positions in the lists of ``copies``.
@@ -293,7 +297,8 @@ def bring_to(
     Between CUDA devices, gradients are copied on a separate stream, so that computation on other
     streams continues. (Before torch 2.8, they are copied on the current stream of ``device``.)
     Dense gradients are flattened and copied in one piece, unless autograd records the copies to
-    compute gradients of higher order. The current stream of the source device waits for the copies.
+    compute gradients of higher order. The current stream of the source device waits for the copies,
+    so that the memory of the gradients is not reused too early.
 
     Args:
         device: the destination.
@@ -311,7 +316,7 @@ def bring_to(
         are_dense = all(g.layout is torch.strided for g in present)
         if len(present) > 1 and are_dense and not torch.is_grad_enabled():
             flat = move(_flatten_dense_tensors(present), device)
-            # A view that becomes a .grad would keep the memory of all gradients.
+            # A view that becomes a .grad would keep the memory of all gradients of the piece.
             views = _unflatten_dense_tensors(flat, present)
             brought = [torch.empty_like(view) for view in views]
             torch._foreach_copy_(brought, views)
@@ -345,12 +350,12 @@ class Receive(torch.autograd.Function):
     autograd adds up the gradients from these devices before it runs the backward of this node. The
     gradients are added up on the CUDA stream that was current when this node was made.
 
-    Besides the aliases, this node returns an empty tensor, the token. The token is an input of the
-    ``Broadcast`` nodes of the previous bucket. In backward, the last bucket comes first, so the
-    gradients of the previous bucket are sent to the home after the gradients of this bucket. The
-    backward of this node runs only after all devices have sent the gradients of both buckets. By
-    then the gradients of this bucket have usually arrived. The stream that computes on the home
-    then adds them to the gradients that the home itself has computed, without waiting.
+    Besides the aliases, this node returns an empty tensor, the token. The token delays the backward
+    of this node. For example, let a model have the buckets b0 and b1. The token of b1 is an input
+    of the ``Broadcast`` nodes of b0. In backward, each device sends the gradients of b1 first, and
+    then those of b0. The backward of b1's ``Receive`` runs only after all devices have sent both.
+    By then, the gradients of b1 have usually arrived on the home. So the stream that computes on
+    the home adds them to the home's own gradients without waiting.
     """
 
     @staticmethod
@@ -404,8 +409,8 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
             of parameters that require grad are replaced by outputs of ``Broadcast`` nodes.
         parameters: the originals, in the order of the copies.
     """
-    # Since 2.9, torch warns about gradients that come from streams of other devices. Here such
-    # gradients are intended.
+    # Since 2.9, torch warns if a gradient comes from another stream than the one that accumulates
+    # it. Here this is intended.
     set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if set_warns is not None and any(map(is_cuda, copies)):
         set_warns(False)
@@ -416,14 +421,14 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
         originals = [parameters[i] for i in positions]
         home = originals[0].device
         received: Sequence[torch.Tensor] = originals
-        # The backward of Receive runs even if its own bucket has no gradients. The hooks of the
-        # bucket's parameters would then be called with None, so a parameter with hooks gets no
-        # Receive.
+        # Because of the token, the backward of Receive runs even if its own bucket has no
+        # gradients. The hooks of the bucket's parameters would then be called with None, so a
+        # parameter with hooks gets no Receive.
         if is_cuda(home) and not has_hooks(originals[0]):
             # The first use of a parameter creates the node that accumulates its gradients. That
-            # node runs on the stream that is current at its creation. So a first Receive is applied
-            # here, on the stream that computes. Its outputs are kept until a second Receive has
-            # been applied, whose node will run on the gradient stream of the home.
+            # node runs on the stream that is current at its creation, which must be the stream that
+            # computes. So a first Receive is applied here. Its outputs keep the accumulating node
+            # alive until the second Receive has been applied on the stream that adds up gradients.
             first = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             with on_stream(side_stream(home, home)):
                 *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]

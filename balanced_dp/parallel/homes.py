@@ -14,15 +14,14 @@ from .copies import BUCKET_BYTES
 def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> None:
     """Spread the parameters of ``module`` over ``devices``; move its buffers to the first device.
 
-    Each device gets a number of bytes of parameters that is about proportional to the total memory
-    of the device. If the memory of a device is unknown, all devices get about the same number of
-    bytes.
+    The bytes of parameters on each device are about proportional to the device's total memory. If
+    the memory of a device is unknown, all devices get about the same number of bytes.
 
     Several successive submodules form a group. The parameters of a group go to the same device,
     since these parameters are copied together and used soon after one another. The first group goes
-    to the first device, and each later group to the device that is then the least full, relative to
-    its total memory. So the gradients of a backward pass arrive at all devices at the same time,
-    not at one device after another.
+    to the first device. Each later group goes to the device that, with this group, is the least
+    full in relation to its total memory. So successive groups are usually on different devices, and
+    all devices receive gradients during the whole backward pass, not one device after another.
 
     Args:
         module: the module. Before the call, it may be on the CPU, for example because it fits on no

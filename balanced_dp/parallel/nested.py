@@ -55,8 +55,8 @@ def check_paths(
 ) -> frozenset[str]:
     """Return ``paths`` as a set, after checking that they name parameters of ``function``.
 
-    Paths that begin with ``inputs`` are always accepted. All paths are accepted if ``function``
-    takes ``**kwargs`` or has no signature.
+    All paths are accepted if ``function`` takes ``**kwargs`` or has no signature. Paths such as
+    ``"inputs.0"``, the names of arguments without a parameter, are always accepted.
 
     Args:
         option: the name of the option for which the paths are given, for the error message.
@@ -193,7 +193,7 @@ def rebuild(container: Any, values: Iterable[Any]) -> Any:
                 result.__dict__[key] = new
     elif dataclasses.is_dataclass(container):
         for (name, _), value in zip(items(container) or (), values, strict=True):
-            object.__setattr__(result, name, value)  # works for frozen ones, too
+            object.__setattr__(result, name, value)  # works for frozen dataclasses, too
     else:
         result.clear()
         result.extend(values)

@@ -39,8 +39,8 @@ def parallel_apply(
         functions: the function of each call.
         arguments: the arguments of each call.
         devices: the device of each call. Several calls may have the same device.
-        chunk_sizes: the number of samples of each call, or empty if unknown. The note that is added
-            to an exception states the number of samples.
+        chunk_sizes: the number of samples of each call, or empty if unknown. It is used only in the
+            note that is added to an exception.
 
     Raises:
         BaseException: the exception of the failed call with the lowest index, after all calls have
@@ -51,14 +51,15 @@ def parallel_apply(
     errors: dict[int, BaseException] = {}
     others = list(dict.fromkeys(devices))
     # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
-    # first. Each thread counts its own sequence numbers. If the forward pass of each device runs in
-    # a new thread, the backward passes of the devices take turns, as if they ran side by side.
+    # first. Each thread counts its own sequence numbers. So if the forward pass of each device runs
+    # in a new thread, corresponding nodes of the devices have the same number. Then the backward
+    # passes of the devices take turns, as if they ran side by side.
     has_own_threads = is_emulated(devices[0]) and len(others) > 1
     first = None if has_own_threads else others.pop(0)
 
-    # Emulated devices share the cores. If all pools of OpenMP together have more threads than there
-    # are cores, the threads sleep between operators, and waking them takes time. This holds in
-    # the backward pass, too.
+    # Emulated devices share the cores, so each device's thread gets a part of torch's threads. If
+    # all pools of OpenMP together had more threads than there are cores, the threads would sleep
+    # between operators, also in the backward pass, and waking them takes time.
     num_threads = torch.get_num_threads()
 
     def work(device: torch.device) -> None:
@@ -94,7 +95,7 @@ def parallel_apply(
         return [results[index] for index in range(len(functions))]
     finally:
         if has_own_threads:
-            torch.set_num_threads(num_threads)  # new threads use this number, too
+            torch.set_num_threads(num_threads)  # work() has also set it for new threads
         # An error's traceback refers to this frame, and this frame would refer to the error, so
         # only the garbage collector would free the replica's memory.
         errors.clear()

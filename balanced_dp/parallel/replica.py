@@ -32,21 +32,21 @@ Each of these attributes is a dictionary. The modules of a replica have dictiona
 """
 
 _CARRIERS = (types.MethodType, functools.partial)
-"""Types of callables, such as hooks or a replaced ``forward``, that may refer to modules.
+"""Types of callables that may refer to modules: bound methods and ``functools.partial`` objects.
 
-In a replica, such a callable is replaced by a callable that refers to the copies of the modules.
+A hook or a replaced ``forward`` may be such a callable. In a replica, the callable is replaced by
+one that refers to the copies of the modules.
 """
 
 _Member = tuple[int, str, str, Any]
-"""A parameter, buffer or submodule, which is registered in a module.
+"""A parameter, buffer or submodule, with the place where it is registered.
 
-The tuple contains the index of the module in which the object is registered, the name of the
-dictionary that holds the object (one of ``MEMBERS``), the object's name in this dictionary, and the
-object itself.
+``(3, "_parameters", "weight", tensor)`` is the parameter ``weight`` of the module that has the
+index 3 in ``Blueprint.modules``. The second entry is one of ``MEMBERS``.
 """
 
 _Place = tuple[int, str, str, int]
-"""As ``_Member``, but with the position of the object in a list instead of the object itself."""
+"""As ``_Member``, but ends with a position in ``Blueprint.tensors`` or ``Blueprint.modules``."""
 
 
 class Blueprint:
@@ -60,15 +60,14 @@ class Blueprint:
         tensors: the parameters and then the buffers of the modules, each once. They are in the
             order of registration, so neighbors in the list are usually used soon after one another.
         parameters, buffers: the two parts of ``tensors``.
-        places: where each tensor is registered: the index of the module, the name of the
-            dictionary, the tensor's name in this dictionary, and the tensor's position in
+        places: where each tensor is registered. In the entry ``(3, "_parameters", "weight", 5)``,
+            3 is the index of the module in ``modules``, and 5 is the position of the tensor in
             ``tensors``. A tensor that is registered several times has several entries.
-        children: where each submodule is registered, in the form of ``places``. The position is the
-            position of the submodule in ``modules``.
+        children: where each submodule is registered. The entries have the form of those of
+            ``places``, and end with the position of the submodule in ``modules``.
         bound: the attributes and hooks that may refer to modules, such as bound methods. Each entry
-            contains the index of a dictionary, a key, and the value under this key. The
-            dictionaries are the ``__dict__`` of all modules, followed by their dictionaries of
-            hooks.
+            is ``(index, key, value)``. The index selects the dictionary: first come the
+            ``__dict__`` of all modules, then all their dictionaries of hooks.
         compiled: the indices of those modules that ``torch.compile`` has returned.
         can_recycle: whether a replica may be used in more than one call.
 
@@ -105,7 +104,7 @@ class Blueprint:
         self._contents = self._take_contents()
 
     def _members(self, kind: str) -> list[_Member]:
-        """Return the objects that are registered in the dictionary ``kind`` of each module.
+        """Return a ``_Member`` for each object in the dictionary named ``kind`` of each module.
 
         They are in the order of the modules and, within a module, in the order of registration.
         """
@@ -122,9 +121,10 @@ class Blueprint:
     def _take_contents(self) -> tuple[list[Any], ...]:
         """Return the types of the modules, and the sizes, keys and values of their dictionaries.
 
-        Compare the values by identity, since not all of them support equality. The values of a
-        ``__dict__`` include the module's dictionaries of members and hooks, so the comparison also
-        shows whether one of these dictionaries was replaced.
+        The dictionaries are the ``__dict__`` of each module, and the dictionaries of ``MEMBERS``
+        and ``HOOKS`` that were not empty when this object was made. Compare the values by identity,
+        since not all of them support equality. This also shows whether a dictionary such as
+        ``_parameters`` was replaced, because it is a value in the ``__dict__``.
         """
         dictionaries = [*[module.__dict__ for module in self.modules], *self._filled]
         return (
@@ -147,8 +147,8 @@ class Replica:
         blueprint: the ``Blueprint`` of the module.
 
     Attributes:
-        modules: the copies, in the order of ``Blueprint.modules``. The first is the copy of the
-            module itself, which is called.
+        modules: the copies, in the order of ``Blueprint.modules``. The first, the copy of the
+            module itself, is the one to call.
         attributes: the ``__dict__`` of each copy.
     """
 
@@ -162,10 +162,7 @@ class Replica:
         for index, kind, name, _ in blueprint.places:
             self.attributes[index][kind][name] = None
         self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
-        """Where each tensor is registered: a dictionary, the tensor's name in it, and a position.
-
-        The position is the position of the tensor in ``Blueprint.tensors``.
-        """
+        """Each registered tensor: the dictionary, the name, the index in ``Blueprint.tensors``."""
         self._hooks = _registered(HOOKS, self.attributes)
         self._bind()
         for index in blueprint.compiled:
@@ -181,10 +178,10 @@ class Replica:
     def _bind(self) -> None:
         """Let the methods and hooks stored in the replica refer to its copies of the modules.
 
-        A bound method in the dictionary of its own module makes a reference cycle, so only the
-        garbage collector would free the replica. Therefore ``__del__`` replaces each such method by
-        a function that is bound only when it is called. Code that still holds a module of the
-        replica may call this function.
+        A bound method in a dictionary of its own module makes a reference cycle, which only the
+        garbage collector could free. So when the replica is deleted, ``__del__`` replaces each such
+        method by a function that binds the method only when it is called. Code that still holds a
+        module of the replica may call this function.
         """
         bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
@@ -204,8 +201,8 @@ class Replica:
         Args:
             tensors: a tensor for each of ``Blueprint.tensors``, all on the device of this replica.
                 Copies of parameters may still be incomplete.
-            arrivals: the events that mark the end of the copying of parameters. Before a parameter
-                is used, the replica waits for these events.
+            arrivals: the CUDA events that mark the end of each copy of a parameter. Before a module
+                of the replica reads a parameter, it waits for the events of its own parameters.
         """
         for own, name, position in self._slots:
             own[name] = tensors[position]
@@ -215,7 +212,8 @@ class Replica:
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
                 own["_parameters"] = ArrivingParameters(plain, tensors[0].device, awaited)
                 self._arriving.append(own)
-        # Without new flat weights, flatten_parameters() in forward would use those of the original.
+        # The list _flat_weights of an RNN still holds the original's weights. It is replaced, since
+        # flatten_parameters(), called in forward, would use them.
         for rnn in self._rnns:
             # A weight that forward computes, as in DropConnect, does not exist yet: None.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
@@ -232,10 +230,10 @@ class Replica:
     def end(self) -> bool:
         """Reset the replica after a call, and return whether it may be reused.
 
-        A replica that may not be reused is not reset either. A replica must not be reused if
-        something else still refers to its modules, or if its modules have changed in a way that the
-        reset does not undo. Activation checkpointing, for example, keeps references to modules, or
-        to their dictionaries, until backward.
+        Only a replica that may be reused is reset. A replica must not be reused if something else
+        still refers to its modules, or if its modules have changed in a way that the reset does not
+        undo. Activation checkpointing, for example, keeps references to modules, or to their
+        dictionaries, until backward.
         """
         if not self._blueprint.can_recycle or self._fingerprint != self._take_fingerprint():
             return False
@@ -246,9 +244,12 @@ class Replica:
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
         """Return the state that a call must not change if the replica is to be used again.
 
-        The state consists of the number of references to each module, to each of its dictionaries
-        that is not empty and to each method or hook that ``_bind`` has stored; the number of weak
-        references to each module; and the classes and hooks of the modules.
+        The state consists of these parts:
+
+        - the number of references to each module, to each of its dictionaries that was not empty
+          when the replica was made, and to each method or hook that ``_bind`` has stored,
+        - the number of weak references to each module,
+        - the class and the hooks of each module.
         """
         # sys.getrefcount counts local variables, so no local variable may hold a module.
         bound, hooks = [strong for _, _, strong, _ in self._bound], filter(None, self._hooks)
@@ -272,7 +273,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     for kind in HOOKS:
         own[kind] = own[kind].copy()
     for kind in MEMBERS:
-        own[kind] = dict(module.__dict__[kind])  # a plain dict, even if the module is a replica
+        own[kind] = dict(module.__dict__[kind])  # a plain dict, not an ArrivingParameters
     if type(module).zero_grad is nn.Module.zero_grad:
         own["zero_grad"] = _OF_REPLICAS.zero_grad
     # nn.Module.register_parameter would refuse copies of parameters, as they are not leaves.
@@ -283,17 +284,17 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 _OF_REPLICAS = nn.Module()
 """An empty module that is marked as a replica.
 
-Its ``zero_grad``, which only warns, becomes the ``zero_grad`` of the replicas, so replicas warn as
-those of ``nn.DataParallel`` do.
+Its ``zero_grad`` only warns that it has no effect. The modules of each replica use this
+``zero_grad``, so they warn as the replicas of ``nn.DataParallel`` do.
 """
 _OF_REPLICAS.__dict__["_is_replica"] = True
 
 
 def _bind(value: Any, copies: Mapping[Any, Any]) -> Any:
-    """Return ``value`` with each module replaced by its copy.
+    """Return ``value`` with each module that it refers to replaced by the module's copy.
 
-    Modules to which bound methods and ``functools.partial`` objects refer are replaced, too. A
-    module that is not in ``copies`` stays.
+    The value may be a bound method, a ``functools.partial`` or a module itself. Any other value,
+    and a module that is not in ``copies``, is returned unchanged.
     """
     if isinstance(value, functools.partial):
         function, *args = (_bind(part, copies) for part in (value.func, *value.args))
@@ -325,7 +326,7 @@ _DEFAULTS = [kind._replicate_for_data_parallel for kind in (nn.Module, nn.RNNBas
 def _replicates_itself(module: nn.Module) -> bool:
     """Return whether a module overrides ``_replicate_for_data_parallel``.
 
-    The override in ``nn.RNNBase`` does not count, since ``Replica.begin`` does the same work: it
-    sets the flat weights.
+    The override in ``nn.RNNBase`` does not count. It copies the list ``_flat_weights``, which
+    ``Replica.begin`` replaces anyway.
     """
     return type(module)._replicate_for_data_parallel not in _DEFAULTS

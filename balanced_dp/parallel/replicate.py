@@ -22,8 +22,9 @@ class Replicator:
 
     Replicas differ from those of ``torch.nn.parallel.replicate``:
 
-    - Their ``parameters()`` are copies of the module's parameters. Replicas on the same device
-      share these copies. A replica on the device of a parameter has the parameter itself.
+    - Their ``parameters()`` are copies of the module's parameters. Torch's replicas have none.
+      Replicas on the same device share these copies. A replica on the device of a parameter has the
+      parameter itself.
     - Methods that are registered as hooks, or stored as attributes of a module (such as a replaced
       ``forward``), are bound to the replica.
     - A parameter that no replica used gets no gradient. Torch's replicas give it zeros.
@@ -119,8 +120,8 @@ class Replicas(list[ModuleT]):
 
     The first replica uses the module's own parameters and buffers if they are on the device of this
     replica. It has copies of all other parameters and buffers. What the forward pass writes to
-    these copies is copied to the module at the end of ``running``. To find out which copies have
-    been written to, the version counter and storage of each copy before the call are stored.
+    these copies is copied to the module at the end of ``running``. Writes are noticed because the
+    version counter and the storage of each copy are recorded before the call.
 
     Args:
         blueprint: the ``Blueprint`` of the module.
@@ -128,8 +129,8 @@ class Replicas(list[ModuleT]):
             list; if it has too few, new replicas are made. After the call, each replica of the call
             that may be reused is added to the list.
         tensors: the parameters and buffers of each replica, in the order of ``Blueprint.tensors``.
-        arrivals: the events that mark the end of the copies of parameters. Some copies may still be
-            incomplete.
+        arrivals: the CUDA events that mark the end of each copy of a parameter. Some copies may
+            still be incomplete.
     """
 
     def __init__(
@@ -156,9 +157,9 @@ class Replicas(list[ModuleT]):
     def running(self) -> Iterator[None]:
         """Context manager inside which the replicas run.
 
-        At the end of the ``with`` block, what the first replica has written to its copies of
-        parameters and buffers is copied to the module. Then the replicas are made available to the
-        next call, and this list is emptied. After an exception in the block, none of this is done.
+        At the end of the ``with`` block, the module gets what the first replica has written to its
+        copies of parameters and buffers. Then the replicas are made available to the next call, and
+        this list is emptied. After an exception in the block, none of this is done.
         """
         try:
             yield
@@ -198,6 +199,6 @@ class Replicas(list[ModuleT]):
 
 def _stamp(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage | None]:
     """Return the version counter and the storage of a tensor. Most writes change one of the two."""
-    # The storage itself, not its address, which a new storage may get after this one is freed.
+    # The storage itself, not its address: once a storage is freed, another may get its address.
     storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
     return (0 if tensor.is_inference() else tensor._version, storage)

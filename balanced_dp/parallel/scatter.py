@@ -27,7 +27,7 @@ The second sequence is empty if nothing is split.
 
 
 class Scattered(Sequence[Any]):
-    """A sequence with one entry for each device, such as a ``PerDevice``.
+    """A sequence with one entry for each device, such as a model's outputs with ``gather=False``.
 
     If a ``Scattered`` is an argument of a call, it is not split. Each device gets its own entry.
 
@@ -76,20 +76,23 @@ class Inputs:
     def batch_size(self) -> int | None:
         """Return the number of samples of the whole batch, or None if nothing is split.
 
-        The number is the size along ``dim`` of the first tensor that is split and is not named in
-        ``split``. If there is no such tensor, it is the size along ``dim`` of the first tensor
-        named in ``split``. If no tensor is split at all, it is the number of samples in the first
-        ``Scattered``. If there is no ``Scattered`` either, it is the length of the first sequence
-        named in ``split``.
+        The number is taken from the first kind of input in this list that the call has:
+
+        1. a tensor that is split and is not named in ``split``: its size along ``dim``,
+        2. a tensor named in ``split``: its size along ``dim``,
+        3. a ``Scattered``: its number of samples,
+        4. another sequence named in ``split``: its length.
+
+        If the call has several inputs of this kind, the first of them counts.
 
         Raises:
             ScatterError: the first tensor that is split has no dimension ``dim``, or an input has a
                 type that cannot be split.
 
         Warns:
-            BalanceWarning: the inputs contain lists or arrays, but nothing is split; or all tensors
-                that are split are in one list. If this list has one entry for each sample, the list
-                should be split instead.
+            BalanceWarning: the inputs contain lists, tuples or arrays, but nothing is split; or all
+                tensors that are split are in one list. If this list has one entry for each sample,
+                the list should be split instead.
         """
         named = self._named()
         found = list(self._all_to_split(named))
@@ -121,10 +124,12 @@ class Inputs:
                 every tensor is sent whole to each device.
 
         Raises:
-            ScatterError: the size of a tensor along ``dim`` is not the batch size; the length of an
-                input named in ``split`` is not a multiple of the batch size; an input has a type or
-                a layout that cannot be split; or a ``Scattered`` has other devices or chunk sizes
-                than the call.
+            ScatterError: in each of these cases:
+
+                - The size of a tensor along ``dim`` is not the batch size.
+                - The length of an input named in ``split`` is not a multiple of the batch size.
+                - An input has a type or a layout that cannot be split.
+                - A ``Scattered`` has other devices or chunk sizes than the call.
 
         Warns:
             BalanceWarning: a sequence is not split, although it is as long as the batch and may
@@ -201,8 +206,8 @@ class Inputs:
         """Return how many entries of an input each device gets.
 
         The length of an input must be the batch size. The length of an input that is named in
-        ``split`` may also be a multiple of the batch size. With any other length, the results do
-        not add up to ``length``.
+        ``split`` may also be a multiple of the batch size. With any other length, the sum of the
+        returned numbers is not ``length``, and the caller raises an error.
 
         Args:
             length: the number of entries of the input.
@@ -224,8 +229,8 @@ class Inputs:
         """Return the part of a tensor that each device gets: its chunk, or the whole tensor."""
         devices, sizes = split
         if not sizes or tensor.dim() == 0 or _is_below(path, self.broadcast):
-            # If several replicas run on one device, all but the first get copies. Otherwise, if
-            # forward writes in place to the tensor, every replica would write to the same tensor.
+            # If several replicas run on one device, all but the first get copies. Without copies,
+            # an in-place write in one replica would change the input of the others.
             return [move(tensor, d, copy=d in devices[:i]) for i, d in enumerate(devices)]
         lengths = self._lengths(length := self._size(tensor, path), path, sizes)
         if length != sum(lengths):
@@ -243,8 +248,8 @@ class Inputs:
         if len(sizes) == 1:
             return [move(tensor, devices[0])]
         # Chunks are copies, not views. A view would keep the whole batch on its device while
-        # autograd needs the view, and an in-place operation on one view would change the version
-        # of all views.
+        # autograd needs the view. An in-place operation on one view would increment the version
+        # counter that all views share.
         parts = zip(tensor.split(lengths, self.dim), devices, strict=True)
         return [move(part, device, copy=True) for part, device in parts]
 

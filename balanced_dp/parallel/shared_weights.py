@@ -32,10 +32,11 @@ class ParameterCopies:
     def on(
         self, devices: Iterable[torch.device], parameters: list[torch.Tensor]
     ) -> tuple[Copies, Arrivals]:
-        """Return copies of the parameters on each device, and events that mark their completion.
+        """Return copies of the parameters on each device, and the CUDA events to wait for.
 
-        For the device that a parameter is on, the parameter itself is returned. Inside ``shared``,
-        there are no events, because the current streams wait for the copies.
+        The events mark the end of each copy. Inside ``shared``, there are no events, because the
+        current streams already wait for the copies. On its own device, a parameter is not copied:
+        the parameter itself is returned.
 
         Args:
             devices: the destinations; a device may repeat.
@@ -109,8 +110,8 @@ class _Block:
             raise RuntimeError(_CHANGED)
         missing = [device for device in devices if device not in self._copies]
         self._copies |= _copied(missing, parameters, has_gradients=True)
-        # The current streams wait until the copies are made. The memory of the copies is not reused
-        # until these streams have used it.
+        # The current streams wait until the copies are made. record_stream keeps the memory of the
+        # copies from being reused while work on these streams still reads it.
         for device in filter(is_cuda, devices):
             stream = torch.get_device_module(device).current_stream(device)
             made_on = self._streams.setdefault(device, stream)
