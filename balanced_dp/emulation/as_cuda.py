@@ -109,8 +109,8 @@ def _stand_in(
 
 device = _stand_in(
     "device",
-    lambda first, *rest, **kwargs: (
-        _Device(CUDA, first) if isinstance(first, int) else _Device(first, *rest, **kwargs)
+    lambda *args, **kwargs: (
+        _Device(CUDA, *args) if args and isinstance(args[0], int) else _Device(*args, **kwargs)
     ),
     lambda instance: isinstance(instance, _Device),
 )

@@ -33,7 +33,7 @@ ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
     "kaiser_window": lambda: torch.kaiser_window(2, device="cuda:1"),
     "histc": lambda: torch.ones(4, dtype=torch.int32, device="cuda:1").histc(2),
     "torch.device of an int": lambda: torch.zeros(2, device=torch.device(1)),
-    "fftfreq": lambda: torch.fft.fftfreq(2, device="cuda:1"),
+    "fftfreq": lambda: torch.fft.fftfreq(2, device=torch.device(type="cuda", index=1)),
     "new_zeros": lambda: torch.zeros(3).new_zeros(2, device="cuda:1"),
     "new_tensor": lambda: torch.zeros(3, device=1).new_tensor([1.0, 2.0]),
     "new": lambda: torch.zeros(3, device=1).new(2),
