@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     # Type checkers do not run __getattr__, so they read the names here. This line never runs.
     from .api import *  # noqa: F403
 else:
-    # Importing torch takes seconds, and the help of the command line does not need torch.
+    # The module api imports torch, which takes seconds. The help of the command line does not need
+    # torch. So api is imported only when one of its names is used.
     def __getattr__(name: str) -> Any:
         api = import_module(".api", __name__)
         if name in globals():  # a submodule, which api has imported

@@ -14,7 +14,7 @@ Device = int | str | torch.device
 
 
 def default_device_type() -> str | None:
-    """Return the type, such as ``"cuda"``, of the devices that ints refer to, or None.
+    """Return the device type that ints in ``device_ids`` refer to, such as ``"cuda"``, or None.
 
     Inside ``emulate_devices``, this is the type of the emulated devices. Elsewhere, it is the type
     of torch's accelerator. The result is None if there is no accelerator, and for MPS, which has a
@@ -102,7 +102,7 @@ _streams: dict[tuple[torch.device, torch.device | str], torch.Stream] = {}
 
 
 def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stream:
-    """Return the stream of a CUDA device that is reserved for the work named by ``purpose``.
+    """Return the stream on which a CUDA device does the kind of work that ``purpose`` names.
 
     The stream is created at the first call. All threads get the same stream for the same arguments.
 
@@ -112,10 +112,9 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
 
             - ``"weights"``: copies of weights to or from ``device``.
             - ``"copies"``: copies of inputs to ``device``, and of gradients from ``device``.
-            - another device: copies of gradients from that device to ``device``. Each pair of
-              devices has a stream for this. A copy waits for the streams that it uses on both
-              devices. So if all these copies shared one stream, devices that send to several
-              other devices would take turns.
+            - another device: copies of gradients from that device to ``device``. Each source has
+              its own stream on ``device``, so that copies from different sources do not wait for
+              each other.
             - ``device`` itself: the addition of the gradients that have arrived on ``device``.
     """
     if (device, purpose) not in _streams:  # setdefault: two threads may make one at the same time

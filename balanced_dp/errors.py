@@ -70,12 +70,16 @@ class ReportError(BalancedDataParallelError, ValueError):
 
 
 class BalanceWarning(UserWarning):
-    """A split or ``torch.save`` has no effect, or a result may not be that of the whole batch.
+    """An argument or a call has no effect, or a result may not be that of the whole batch.
 
-    For example, ``gpu0_bsz`` is not below the even share of the batch (its size divided by the
-    number of devices, rounded up), or ``torch.save`` is called with
-    ``emulate_devices(symbolic=True)``, where tensors have no values to save. The warning is also
-    issued if an input is not split, although it may have an entry for each sample.
+    The warning is issued in these cases:
+
+    - ``gpu0_bsz`` is at or above the even share (the batch size divided by the number of devices,
+      rounded up), so it has no effect.
+    - ``torch.save(object, path)`` writes no file inside ``emulate_devices(symbolic=True)``, where
+      tensors have no values.
+    - An output may differ from its value for the whole batch.
+    - An input may have one entry for each sample, but is not split between its entries.
     """
 
 
@@ -91,8 +95,8 @@ def warn(message: str) -> None:
 def calling_frame() -> tuple[int, FrameType]:
     """Return ``(level, frame)`` of the innermost call outside torch, contextlib and balanced_dp.
 
-    ``level`` is the ``stacklevel`` with which the function that calls ``calling_frame`` can issue a
-    warning for the line of ``frame``.
+    If the function that calls ``calling_frame`` passes ``stacklevel=level`` to ``warnings.warn``,
+    the warning names the current line of ``frame``.
     """
     internal = ("torch", "contextlib", __package__)
     level, frame = 1, sys._getframe(1)

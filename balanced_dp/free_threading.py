@@ -19,7 +19,8 @@ Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, t
 def is_free_threaded_build() -> bool:
     """Return whether this is a free-threaded build of Python, even if its GIL is enabled.
 
-    In such a build, an object has one count of the references from the thread that created it, and
-    another count of the references from all other threads.
+    In such a build, balanced_dp does not use reference counts to find out whether a replica is
+    still in use: an object has one count for the thread that created it, and another for all other
+    threads.
     """
     return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))

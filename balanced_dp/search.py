@@ -23,32 +23,30 @@ from typing import Any
 from .split import EQUAL, even_share, split_batch
 
 MAX_SPLITS = 6
-"""The number of splits after which a search in a training loop tries no further split.
+"""The maximum number of splits that a search in a training loop tries.
 
-Such a search continues only if memory ran out with all splits that were tried. A search for
-``device_weights`` tries at most this many splits.
+The search tries further splits only if memory ran out with all of these. A search for
+``device_weights`` never tries more than this number.
 """
 
 _BISECTED = range(10, 2**16, 2)
-"""The numbers of measurements after which a search halves the range that is left.
+"""After 10, 12, 14, ... measurements, a search measures the middle of the range that is left.
 
-After other numbers of measurements, the search follows a line, which may converge slowly.
+At other times, it measures where a line through earlier measurements meets the limit. That alone
+may converge slowly.
 """
 
 _NUM_COMPARED = 3
-"""If peaks vary, each split is measured in this many training iterations, to compare splits.
-
-This is done only by a ``LoopSearch`` with ``compares=True``.
-"""
+"""If peaks vary, ``LoopSearch(compares=True)`` measures each split in this many iterations."""
 
 VARIES = 0.01
-"""The peaks of iterations with the same split vary if they differ by more than this fraction.
+"""The peaks of a split count as varying if those of two iterations differ by more than this part.
 
-The buckets in which gradients are copied change the peaks by less than this fraction.
+Smaller differences are ignored, since the buckets in which gradients are copied cause them, too.
 """
 
 _ROUNDING = 1e-6
-"""Added to the guess of an integer, because rounding errors may put the guess just below."""
+"""Added to a computed guess, since rounding errors may put it just below the right integer."""
 
 Split = tuple[int, ...]
 """The chunk size of each device, in the order of the devices."""
@@ -136,9 +134,10 @@ class Search:
         no device should run out of memory, as far as the measured splits tell.
         """
         ran = self._ran() if self.is_careful else {}
-        # Between two values that ran, no device holds more than it held with one of the two. Beyond
-        # all values that ran, the memory of a device grows at most in proportion to its samples.
-        # The memory of a device without samples does not tell how much memory a sample takes.
+        # A value ran if no device ran out of memory. Between two values that ran, no device holds
+        # more than it held with one of the two. Beyond all values that ran, the memory of a device
+        # grows at most in proportion to its samples. If a device had no samples, its memory does
+        # not tell how much a sample takes, so it is not safe to give it any.
         end = min(max(split[0], min(ran, default=0)), max(ran, default=0))
         chunks = zip(ran.get(end, ()), self.split(end), split, strict=False)
         is_safe = all(full * new <= old > 0 for full, old, new in chunks if new > old)
@@ -161,9 +160,10 @@ class Search:
         memory divided by budget) of device 0 minus the highest utilization of the other devices.
         """
         over = {value: full[0] - max(full[1:]) for value, full in self._values().items()}
-        # In the even split, the last device gets the remainder, which may be small. So if budgets
-        # differ, moving one sample away from device 0 may make the fullest of the other devices
-        # less full. With a positive difference here, the search also tries values below ``even``.
+        # The even split may leave few samples to the last device, such as (3, 3, 3, 0). With one
+        # sample fewer on device 0, the split is (2, 3, 2, 2), and device 2 is less full, too. If
+        # budgets differ, device 2 may be the fullest. So the difference of the even split is made
+        # positive, and the search also tries smaller values.
         if self.even in over and len(set(self.budgets)) > 1:
             over[self.even] = max(over[self.even], EQUAL)
         return over
@@ -203,14 +203,15 @@ class Search:
             numbers: the numbers to search, in ascending order.
             split_of: a function that returns the split to measure for a number.
             slope: until two numbers have been measured, the excess is assumed to increase by
-                ``slope`` from one number to the next. None means the slope of the line from (0, -1)
-                to the first measurement. That slope is an upper bound of the increase.
+                ``slope`` from one number to the next. None means the slope of the line from the
+                excess -1 at number 0 to the first measurement. The true increase is usually
+                smaller, because a device holds memory even without samples.
             close: the result may be too small by at most ``result // close``. By default, it is
                 exact.
-            bends_up: whether the excess is a convex function of the number. If the function is
-                convex, then beyond two measured numbers the excess lies above the line through the
-                excesses of the two numbers. So the search ends when all numbers that are left lie
-                beyond the zero of this line.
+            bends_up: whether the excess is a convex function of the number. Beyond two measured
+                numbers, a convex function is not below the line through these two. So where this
+                line is above 0, all numbers exceed the limit. The search ends when only such
+                numbers are left.
             start: the number to measure first.
 
         Yields:
@@ -241,8 +242,8 @@ class Search:
         is_over = bends_up and left and len(inside) > 1 and zero(*inside) < left[0]
         points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
         guess = zero(*points) if points else math.inf if over else start
-        # If the excess bends up between two points, the line through them reaches zero close to the
-        # lower point.
+        # If the excess bends up between the two points, the line through them meets the limit too
+        # early. So follow the line through two numbers beyond the limit, or else take the middle.
         if inside[1:] and beyond and 2 * rise(*inside) < rise(inside[1], beyond[0]):
             guess = zero(*beyond) if beyond[1:] else high
         if high < math.inf and (guess >= high or len(over) in _BISECTED):
@@ -305,9 +306,8 @@ class LoopSearch:
     ) -> None:
         """Record the peaks of an iteration, unless a larger iteration was recorded before.
 
-        Iterations are compared by the number of samples of their largest batch. If these numbers
-        are equal, an iteration whose largest batch has added to existing gradients counts as larger
-        than an iteration whose largest batch has not.
+        The larger of two iterations is the one whose largest batch has more samples. If both have
+        equally many, an iteration with ``accumulates=True`` is larger than one without.
 
         Args:
             split: the chunk size of each device for the iteration's largest batch.
@@ -353,8 +353,10 @@ class LoopSearch:
         if self.search.batch_size != batch_size:
             self._begin(batch_size, False)
         told = self.search.told
+        # Forget the splits that give device 0 at least as many samples (if device 0 ran out) or at
+        # most as many (if another device ran out): with them, the device may run out, too.
         for tried in [s for s in told if (s <= split if index else s >= split)]:
-            del told[tried]  # this split may reach higher peaks than it was recorded with
+            del told[tried]
             self._iterations.pop(tried, None)
         told[split] = [math.inf if i == index else 0.0 for i in range(len(split))]
         self.is_over = False

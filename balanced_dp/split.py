@@ -49,9 +49,9 @@ def split_batch(
 
     Source:
         The idea of a smaller first chunk is Transformer-XL's ``BalancedDataParallel``
-        (Dai et al. 2019, https://arxiv.org/abs/1901.02860). That class may give device 0 more than
-        ``gpu0_bsz``, because it falls back to the even split, and it divides by zero if there is
-        only one device.
+        (Dai et al. 2019, https://arxiv.org/abs/1901.02860). That class sometimes splits evenly
+        although ``gpu0_bsz`` is below the even share. For example, of 30 samples on 4 devices,
+        device 0 gets 8 with ``gpu0_bsz=7``. With a single device, that class divides by zero.
     """
     batch_size = as_integer("batch_size", batch_size, minimum=0)
     num_devices = as_integer("num_devices", num_devices, minimum=1)

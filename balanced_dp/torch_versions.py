@@ -33,8 +33,8 @@ AWAITS_PRODUCERS = torch.__version__ >= "2.8"
 """Whether autograd waits for the stream on which a node has copied a gradient to another device.
 
 Before torch 2.8, autograd does not wait. It assumes that the gradient was computed on the default
-stream of the device that the gradient is on. In autograd's threads, the default stream is the
-current stream.
+stream of the device that the gradient is on. So with these versions, balanced_dp copies gradients
+on the current stream, which is the default stream in autograd's threads.
 
 Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 """
@@ -78,7 +78,8 @@ require(NEEDED, "balanced_dp", ImportError)
 def run_at_once(node: Any) -> None:
     """Let an autograd node run as early as possible in the backward pass.
 
-    Autograd runs nodes in the order of their sequence numbers, highest first. Only the nodes that
-    accumulate the gradients of leaf tensors have a higher number.
+    Autograd runs the nodes that are ready in the order of their sequence numbers, highest first.
+    This function sets the second-highest number possible. The highest one is that of the nodes that
+    accumulate the gradients of leaf tensors.
     """
     node._set_sequence_nr(2**64 - 2)

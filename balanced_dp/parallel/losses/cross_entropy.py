@@ -4,10 +4,10 @@ While replicas run, the two functions with which torch computes cross entropies 
 ``cross_entropy_loss`` and ``nll_loss_nd``. The replacements call torch's functions, return the
 tensors that these return, and also count the targets. A mean over no targets is NaN. The
 replacements return 0 instead of this NaN, so that the other terms of a loss that contains the mean
-are not lost.
-The loss that is joined from all replicas is NaN only if no replica has targets. Autograd saves the
-number of targets, too, as ``_saved_total_weight``. But this number is missing if gradients are
-disabled or labels are smoothed, so it is not used.
+are not lost. If no replica has targets, the mean over the whole batch is still NaN.
+
+Autograd saves the number of targets, too, as ``_saved_total_weight``. But this number is missing if
+gradients are disabled or labels are smoothed, so it is not used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Counted:
         count: the number of targets that are not ignored. With class weights, it is the sum of the
             weights of these targets. If the targets are class probabilities, it is the number of
             all targets, even with class weights. The count is an integer or a 0-dim tensor.
-        target: the targets if the input has as many classes as rows, else None.
+        target: the targets if the input has the shape (N, N) and the targets have the shape (N,),
+            else None. ``compares_samples`` reads them.
         value: a clone of the cross entropy, which is not detached from the autograd graph.
         node: the autograd node that computed the cross entropy, or None without gradients.
         result: a detached tensor with the same storage as the tensor that was returned to the
@@ -58,7 +59,8 @@ class Counted:
     def compares_samples(self) -> bool:
         """Return whether the targets are the row numbers 0, 1, ..., each once, in any order.
 
-        Reading the targets waits for their device.
+        Such targets indicate a contrastive loss, which compares each sample with the other samples
+        of the chunk. Reading the targets waits for their device.
         """
         rows = None if self.target is None else sorted(self.target.tolist())
         return rows is not None and rows == [*range(len(rows))]
@@ -81,7 +83,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, Any]:
 current_call: ContextVar[Any] = ContextVar("current_call", default=None)
 """The running ``Call`` (one call of a function on several devices), or None.
 
-The threads that run the replicas of a call have this value, too.
+It has the same value in the threads that run the replicas of the call.
 """
 
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
@@ -90,7 +92,8 @@ _lock = threading.Lock()
 _running = weakref.WeakSet[Any]()
 """Weak references to the running calls.
 
-After a call is interrupted, nothing else refers to its ``Call``, so it vanishes from this set.
+A call that Ctrl-C interrupts may fail to remove itself. Its ``Call`` still vanishes from this set
+as soon as nothing else refers to it.
 """
 
 
@@ -98,8 +101,8 @@ After a call is interrupted, nothing else refers to its ``Call``, so it vanishes
 def running(call: Any) -> Iterator[None]:
     """Return a context manager inside which ``call`` is the running ``Call``.
 
-    The cross entropies of its replicas are recorded if the batch is split and the call has
-    ``scalar_outputs="auto"``.
+    If the batch is split and the call has ``scalar_outputs="auto"``, the cross entropies that its
+    replicas compute are recorded.
     """
     is_split = len(call.chunk_sizes) > 1
     call.counted = [[] for _ in call.devices] if is_split and call.scalar_outputs == "auto" else []
@@ -131,8 +134,9 @@ def _exchange(is_counting: bool) -> None:
 def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return ``function(*args, **kwargs)``, and record the cross entropies that it computes.
 
-    The records are appended to ``counted[index]`` of the running ``Call``. If this ``Call`` does
-    not count cross entropies, nothing is recorded.
+    A ``Counted`` record of each cross entropy is appended to ``counted[index]`` of the ``Call`` in
+    ``current_call``. Nothing is recorded if there is no such ``Call``, or if its ``counted`` is
+    empty.
 
     Args:
         index: the index of the replica among the replicas of the call.
@@ -149,10 +153,10 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a replacement for a cross entropy function of torch that also counts targets.
+    """Return a replacement for ``function``, a cross entropy of torch, that also counts targets.
 
-    The replacement computes the same value, with one exception: a mean over no targets is 0, not
-    NaN, if the mean is recorded for a replica. The replacement saves the same tensors for backward.
+    The replacement computes the same value as ``function`` and saves the same tensors for backward.
+    Only a mean over no targets differs: it is 0 instead of NaN if it is recorded for a replica.
     """
 
     @functools.wraps(function)
@@ -160,7 +164,8 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         loss = function(*args, **options)
         found = None if torch.compiler.is_compiling() else _of_replica.get()
         is_plain = torch._C._functorch.peek_interpreter_stack() is None
-        # torch.nn.functional passes the arguments that are read here by position.
+        # torch.nn.functional passes five or more arguments by position. A call with fewer is not
+        # counted.
         if found is None or len(args) < 5 or args[3] not in REDUCTIONS or not is_plain:
             return loss
         input, target, weight, reduction, ignore_index = args[:5]
@@ -171,7 +176,8 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             # If no target counts, the mean is 0 / 0, which is NaN. Whatever forward adds to NaN
             # would be lost.
             result.masked_fill_(count == 0, 0)
-            if weight is not None and loss.grad_fn:  # the classes of all targets may have weight 0
+            # If the class weights of all targets are 0, the gradient is NaN, too.
+            if weight is not None and loss.grad_fn:
                 ignore_if_empty([loss.grad_fn], [count])
         version = 0 if loss.is_inference() else loss._version
         square = target if input.shape == 2 * target.shape else None  # shapes (N, N) and (N,)
@@ -179,7 +185,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         found.append(Counted(kind, count, square, value, loss.grad_fn, result, version))
         return loss
 
-    _register_builtin(compute, f"aten::{function.__name__}")  # for torch.jit.script in forward
+    _register_builtin(compute, f"aten::{function.__name__}")  # torch.jit.script needs this
     return compute
 
 
@@ -209,9 +215,9 @@ def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
     the gradients of the other replicas, the sum would be NaN.
 
     Args:
-        nodes: an autograd node of each replica, or None.
-        weights: the weight of the loss of each replica, a number or a tensor. The value of a tensor
-            is not read on the host.
+        nodes: for each replica, the autograd node whose gradients may be NaN, or None.
+        weights: for each replica, the weight of its loss, a number or a tensor. The value of a
+            tensor is not read on the host, since the host would have to wait for the device.
     """
     for node, weight in zip(nodes, weights, strict=True):
         if node and (isinstance(weight, Tensor) or weight == 0):

@@ -7,11 +7,12 @@ samples, and cross entropies.
                   \
                    neg  <-  cross entropy
 
-Between the loss and its reductions, terms may only be added up, multiplied by Python numbers, and
-divided by tensors that are arguments of the function which computes the loss. No value is read from
-a device, and no user code is run again. The graphs of the replicas are followed side by side: they
-differ only in the number of samples. ``masked_mean_of`` recognizes one more kind of loss: entries
-are multiplied by a mask and added up, and the sum is divided by another tensor.
+Between the loss and its reductions, only a few operations are understood: terms are reshaped, added
+up, multiplied by Python numbers, or divided by tensors that are arguments of the function which
+computes the loss. Other operations there make the loss unclear (see ``Composition``). No value is
+read from a device, and no user code is run again. The graphs of the replicas are followed side by
+side: they differ only in the number of samples. ``masked_mean_of`` recognizes one more kind of
+loss: entries are multiplied by a mask and added up, and the sum is divided by another tensor.
 
 Each replica gets a part of the batch, a chunk. In the part of the graph between the reductions and
 the inputs, ``how_samples_mix`` looks for operators whose result for one sample depends on other
@@ -38,7 +39,11 @@ from ...free_threading import looking_at_nodes
 from .cross_entropy import REDUCTIONS
 
 Edges = Sequence[tuple[Any, int]]
-"""For each replica, an autograd node and the index of one of the outputs of its operator."""
+"""For each replica, a tensor in the autograd graph, as a pair of a node and an index.
+
+The node belongs to the operator that computed the tensor. The index tells which output of this
+operator the tensor is.
+"""
 
 _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
 """Operators that copy or reshape a tensor, and so do not change the numbers in it."""
@@ -61,15 +66,15 @@ class Composition:
     Attributes:
         parts: for each cross entropy in the loss, its index among all cross entropies that a
             replica has computed, its factor, and the dotted paths of the arguments that divide it.
-            A dotted path, such as ``1.batch.mask``, says where a tensor is in the pair of the
-            positional and the keyword arguments of the function. A summed cross entropy that is
-            divided by the number of samples is not in this list: it is a mean over samples.
-        kinds: a set that says what the terms of the loss that are not in ``parts`` are. It contains
-            ``"mean"`` if these terms are means over samples, or ``"sum"`` if they are sums over
-            samples. It is empty if there are no such terms. If ``unclear`` is not "", ``kinds``
-            does not say what the terms are.
-        unclear: why it is not clear that the terms that are not in ``parts`` are all means over
-            samples, or all sums over samples. It is "" if this is clear.
+            A dotted path leads to a tensor in the pair ``(args, kwargs)`` of the function's
+            arguments. For example, ``1.batch.mask`` leads to ``kwargs["batch"]["mask"]``. A summed
+            cross entropy that is divided by the number of samples is not in this list: it counts as
+            a mean over samples.
+        kinds: the kind of the terms that are not in ``parts``: ``{"mean"}`` if they are means over
+            samples, ``{"sum"}`` if they are sums over samples, or an empty set if there are none.
+            If ``unclear`` is not "", do not rely on ``kinds``.
+        unclear: "" if the terms that are not in ``parts`` are known to be all means over samples or
+            all sums over samples. Otherwise, the reason why this is not known.
     """
 
     parts: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
@@ -93,10 +98,10 @@ def composition_of(
         counted: a dict with one entry for each cross entropy that every replica has computed. The
             key is a tuple of its autograd nodes, one for each replica. The value is its index among
             the cross entropies, and its kind (``"mean"`` or ``"sum"``).
-        path_of: a function that gets one object from each replica: the divisor of a division, or
-            None. If the objects are tensors, and each is an argument of its replica with the same
-            dotted path, the function returns this path, such as ``1.batch.mask``. Otherwise, it
-            returns "".
+        path_of: a function that finds the argument by which the replicas divide. It gets one object
+            from each replica: the divisor of a division, or None. If each object is a tensor that
+            its replica got as an argument, with the same dotted path on all replicas, the function
+            returns this path (see ``Composition``). Otherwise, it returns "".
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no graph")
@@ -107,11 +112,11 @@ def composition_of(
         for edges, factors, paths in stack:
             nodes = [node for node, _ in edges]
             if not any(factors) or not any(nodes):
-                continue  # a term times 0, which gives parameters a gradient, or one without graph
+                continue  # a term without a graph, or one times 0, such as 0 * unused.sum()
             place, reduction = counted.get(tuple(nodes), (0, ""))
             try:
                 if are_equal(factors) and not paths and all(edge == edges[0] for edge in edges):
-                    found.kinds.add("mean")  # the replicas share one node, as of a joined loss
+                    found.kinds.add("mean")  # one node for all replicas, as of a joined loss
                 elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, bool(paths))
                     # A sum over targets, divided by the number of samples, is a mean over samples.
@@ -136,7 +141,7 @@ def composition_of(
 
 
 def masked_mean_of(loss: Tensor) -> list[Any]:
-    """Return the autograd node of the division, the divisor and the mask of a masked mean.
+    """Return the parts of a masked mean: the autograd node of its division, its divisor, its mask.
 
     A masked mean is a loss computed as ``(entries * mask).sum() / divisor``. If ``loss`` is
     computed in another way, return an empty list.
@@ -186,7 +191,10 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     repeats = name == "Expand" or (name in ("Stack", "Cat") and is_even)
     are_samples = _follow([*map(math.prod, shapes)], sizes)
     are_samples &= not (repeats and 1 in map(math.prod, behind))
-    if is_even:  # in a mean over all tokens, a dimension is a multiple of the number of samples
+    if is_even:
+        # Chunks of equal size do not show which dimension grows with the number of samples. So the
+        # length of a dimension must be this number. In a mean (such as that of all tokens), it may
+        # also be a multiple of this number.
         are_samples &= any((n % size if code == 1 else n - size) == 0 for n in shapes[0])
         reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
@@ -268,8 +276,8 @@ def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
 def _saved(node: Any, name: str) -> Any:
     """Return the tensor or number that an autograd node has saved under ``name``.
 
-    Return None if nothing was saved, if a hook (such as that of activation checkpointing) would
-    have to compute the value, or if the value was freed or modified in place.
+    Return None if nothing was saved, or if the value was freed or modified in place. Also return
+    None if a hook, such as that of activation checkpointing, would have to compute the value.
     """
     with contextlib.suppress(RuntimeError):
         is_hooked = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
@@ -280,9 +288,10 @@ def _saved(node: Any, name: str) -> Any:
 def _is_number(saved: object) -> bool:
     """Return whether a value saved by autograd was a Python int or float in the user's code.
 
-    Autograd may save such a number as a 0-dim tensor, whose dtype is never half or int8. Like a
-    Python number, this tensor does not determine the dtype of a result: a floating-point number
-    plus a half tensor gives half, and an integer plus an int8 tensor gives int8.
+    Autograd may save such a number as a 0-dim tensor, whose dtype is never half or int8.
+    ``torch.result_type`` tells this tensor from others: a saved float with a 0-dim half tensor
+    gives half, and a saved int with a 0-dim int8 tensor gives int8. A 0-dim float or integer tensor
+    of the user's code gives a wider dtype, unless it is half or int8 itself.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)
@@ -319,7 +328,7 @@ def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
 def _operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
     name: str = node.name().rpartition("::")[2]
-    # The name of a custom function is not shortened, or it could equal the name of an operator.
+    # The node of a custom function Mul is MulBackward. Shortened, it would look like an operator.
     return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
 
 
@@ -332,11 +341,11 @@ def _dims_of(node: Any) -> Sequence[int]:
 
 
 def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -> str:
-    """Return how the result for a sample depends on other samples of its chunk, else "".
+    """Return a sentence on how samples of the same chunk affect each other, or "".
 
-    The chunk is the part of the batch that a replica has. The result names an operator, such as
-    ``"Softmax runs along the samples of each chunk"``. It is "" if the shapes in the autograd
-    graphs show no such operator.
+    A chunk is the part of the batch that a replica has. The sentence, such as ``"Softmax runs along
+    the samples of each chunk"``, names an operator that combines samples. If the shapes in the
+    autograd graphs show no such operator, return "".
 
     Args:
         outputs: for each output with an autograd graph, the tensors that the replicas (or some of

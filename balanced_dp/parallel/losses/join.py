@@ -1,9 +1,11 @@
 """Join the 0-dim outputs of the replicas into the outputs for the whole batch.
 
-Replica i computes its loss l_i from chunk i, its part of the batch. This loss is the sum of a mean
-m_i over the n_i samples of the chunk and of cross entropies c_ik with factors a_k. The cross
-entropy c_ik is a mean over t_ik targets. With l_i = m_i + sum_k a_k c_ik (see ``graph``), the loss
-of the batch is
+From chunk i, its part of the batch, replica i computes the loss
+
+    l_i = m_i + sum_k a_k c_ik.
+
+Here m_i is a mean over the n_i samples of the chunk, c_ik is a cross entropy (a mean over t_ik
+targets), and a_k is its factor. ``graph`` finds these terms. The loss of the batch is
 
     loss = sum_i n_i m_i / sum_i n_i + sum_k a_k sum_i t_ik c_ik / sum_i t_ik.
 
@@ -12,19 +14,19 @@ of means, the m_i or the c_ik may be sums, which are added up over the replicas.
 graph does not show that m_i is a mean or a sum over samples, the m_i are averaged with the n_i as
 weights, and one warning is issued.
 
-An exception is the masked mean, ``(entries * mask).sum() / mask.sum()``, in a call with gradients.
-The masked mean of each replica is weighted by the sum of the replica's mask. In the first calls,
-each divisor is compared with the sum of the mask, to check that the two are equal. The comparisons
-end with a batch in which the masks select some entries, but not all of them, or in which a divisor
-differs from the sum of the mask.
+In a call with gradients, one more kind of loss is recognized: the masked mean, which is
+``(entries * mask).sum() / mask.sum()``. The masked mean of each replica is weighted by the sum of
+the replica's mask. In the first calls, ``Call._counts_of`` checks that each divisor is this sum.
 
-In a call without gradients, a cross entropy is weighted by the number of its targets. Any other
-output is joined as in the last call with gradients, except that a masked mean is averaged with the
-n_i as weights, and a warning is issued. There may have been no call with gradients yet, or the last
-one may have had other arguments or another number of cross entropies. Then the value of the output
-is compared with the value of each cross entropy. If ``Call._by_value`` finds that the output is a
-multiple of a cross entropy, the output is joined like this cross entropy. Otherwise, the output is
-averaged with a warning.
+A call without gradients has no autograd graph to follow. There, an output is joined as follows:
+
+- An output that is a cross entropy is joined like a cross entropy in a call with gradients.
+- Any other output is joined as in the last call with gradients. Only a masked mean is averaged with
+  the n_i as weights instead, with a warning.
+- If there was no call with gradients yet, or if the last one had other arguments or another number
+  of cross entropies, ``Call._by_value`` compares the value of the output with the value of each
+  cross entropy. If the output is a multiple of a cross entropy, it is joined like this cross
+  entropy. Otherwise, it is averaged with a warning.
 """
 
 from __future__ import annotations
@@ -66,10 +68,12 @@ class OutputHistory:
             paths of its arguments that were not None.
         masked: a dict that says whether an output is a masked mean. The key is the function and the
             dotted path of the output. An output for which this is not yet known has no entry.
-        seen: a set with three kinds of entries: each function whose autograd graph was searched,
-            together with whether all chunks had the same size; each output that was joined as a
-            number; and the subject of each warning, which is the path of an input or the
-            description of an output.
+        seen: a set with three kinds of entries:
+
+            - a function and a bool: ``Call.look_for_mixing`` has checked this function, with chunks
+              of equal size (True) or of different sizes (False).
+            - a function and the dotted path of an output: this output was joined as a number.
+            - a string: a warning was issued about this input or output.
     """
 
     losses: dict[Any, tuple[Composition, Any]] = field(default_factory=dict)
@@ -117,7 +121,7 @@ class Call:
         the number of targets of a cross entropy, or from the autograd graph. If none of these gives
         weights, the weights are the chunk sizes, and a warning is issued. There is no warning if
         the cross entropies of the call are not counted (as with ``scalar_outputs="mean"``), or if
-        the devices compute no values.
+        the devices compute no values (``emulate_devices(symbolic=True)``).
 
         Args:
             outputs: the value of the output on each replica, a 0-dim floating-point or complex
@@ -160,15 +164,20 @@ class Call:
         If no mask selects an entry, return 1 for each replica. If the output is not a masked mean,
         return an empty list.
 
-        The first calls read the divisors and the masks, and wait for them, to check that each
-        divisor is the number of entries that its mask selects. The checks end with the first call
-        that shows whether the output is always a masked mean. In this call, a divisor is another
-        number, or the masks select some entries, but not all of them. The second case does not
-        count if all chunks have the same size and the masks select equally many entries in each.
+        The first calls check that each divisor is the number of entries that its mask selects. For
+        this, they wait for the values of the divisors and the masks. The first of these cases that
+        applies decides what follows:
 
-        Until the checks end, the list is empty in two more cases. In the first, no chunk has
-        several samples. In the second, all chunks have the same size, and the masks select some
-        entries, but not all, and equally many in each chunk.
+        - A divisor is another number, or a mask has other values than 0 and 1: the output is not a
+          masked mean, and the checks end.
+        - The masks select no entry, or all entries: the next call checks again.
+        - All chunks have the same size, and the masks select equally many entries in each: these
+          may be masks of features instead of samples. So return an empty list; the next call checks
+          again.
+        - Otherwise, the output is a masked mean, and the checks end.
+
+        Until the checks end, a call in which no chunk has several samples checks nothing, and the
+        result is an empty list.
         """
         found, known = [*map(masked_mean_of, outputs)], self.history.masked
         masks = [own[-1] for own in found if own]
@@ -181,8 +190,8 @@ class Call:
         if key not in known:
             is_partial = 0 < float(counts.sum()) < sum(map(Tensor.numel, masks))
             is_masked = all(_is_count(divisor, mask) for _, divisor, mask in found)
-            # In chunks of equal size, a mask of features selects as many entries in each chunk as
-            # in any other.
+            # A mask of features is the same for each sample. In chunks of equal size, it selects
+            # equally many entries. So equal counts do not show that a mask selects samples.
             is_alike = len({*self.chunk_sizes}) == len({*counts.tolist()}) == 1
             if not is_masked or (is_partial and not is_alike):
                 known[key] = is_masked
@@ -197,8 +206,9 @@ class Call:
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output is a single number, and not one row for each sample.
 
-        A 0-dim tensor is a number. A tensor with one entry is a number if a chunk of the call has
-        several samples, or if the output was joined as a number in an earlier call.
+        A 0-dim tensor is a number. A tensor with one entry may also be the row of a single sample.
+        So it is a number only if a chunk of the call has several samples, or if the output was
+        joined as a number in an earlier call.
 
         Args:
             tensor: the output of one replica.
@@ -233,7 +243,8 @@ class Call:
         is divided by 1 or by an argument. This method waits for the values of the output and of the
         cross entropies. The comparison is needed because the losses of models in Hugging Face's
         transformers are multiples of cross entropies, and a Trainer may evaluate before it trains.
-        In inference mode, only the value of an output shows that it is a cross entropy.
+        In inference mode, only the value of an output shows that the output is a cross entropy (see
+        ``Counted.is_``).
         """
         numbers: list[Any] = [t for t in nested.tensors(self.arguments[0]) if t.numel() == 1]
         for place, own in enumerate(rows):
@@ -249,6 +260,8 @@ class Call:
 
     def _path_of(self, divisors: Sequence[Any]) -> str:
         """Return the dotted path of the argument by which replicas divide, or "" if there is none.
+
+        For example, ``1.count`` is the path of the keyword argument ``count``.
 
         Args:
             divisors: the tensor by which each replica divides, or a number or None. If a divisor is
@@ -313,9 +326,10 @@ class Call:
 
         A chunk is the part of the batch that a replica gets. In the first call of a function with
         chunks of different sizes, the autograd graphs of the outputs are searched for such
-        computations. In the first call with chunks of equal size, only the targets of cross
-        entropies are compared: row numbers as targets, as in a contrastive loss, lead to a warning.
-        A call in which no output has an autograd graph does not count.
+        computations. Chunks of equal size do not show which dimensions are samples. So the first
+        call with such chunks only reads the targets of cross entropies, and warns if they are row
+        numbers, as in a contrastive loss. A call in which no output has an autograd graph does not
+        count as the first.
         """
         sizes, is_even = self.chunk_sizes, len({*self.chunk_sizes}) < 2
         key = self._code, is_even

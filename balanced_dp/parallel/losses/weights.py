@@ -41,7 +41,7 @@ def joined(tensors: Tensors, weights: Sequence[Any] | None, device: torch.device
     totals = torch.stack([number.to(device) for number in numbers]).double()
     totals = totals.where(totals.sum() != 0, math.nan)
     means = means.masked_fill(totals == 0, 0)
-    dtype = torch.promote_types(means.dtype, torch.float32)  # sums of counts cannot overflow in it
+    dtype = torch.promote_types(means.dtype, torch.float32)  # half would round weights
     return torch.dot(means.to(dtype), (totals / totals.sum()).to(dtype)).to(means.dtype)
 
 
@@ -50,7 +50,8 @@ def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
     there = [tensor.to(device) for tensor in tensors]
     for before, after in zip(tensors, there, strict=True):
         if after is not before and after.grad_fn is not None:
-            # Otherwise, the backward of other replicas would wait for the first replica's backward.
+            # Otherwise, autograd could run this node after the backward of the replica on
+            # ``device``. The backward of the other replicas would start only then.
             run_at_once(after.grad_fn)
     return there
 
