@@ -31,7 +31,7 @@ from balanced_dp.memory.units import parse_bytes
 
 VALUE, TYPE = ArgumentError, ArgumentTypeError
 NO_SIZES = "|GiB|1.GiB|.5GiB|1GBB|1 i|1EB|-1|1e3|1_000|1 2|0x10|inf|nan|\u0661GiB|1GiB1|1,5GiB"
-UNITS = "a size in B, KiB, MiB, GiB or TiB such as '11GiB'"
+UNITS = "a number of bytes, or a size in B, KiB, MiB, GiB or TiB, such as '11GiB'"
 
 ranks = partial(split_ranks, 32)
 
@@ -79,10 +79,10 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
             *((number, TYPE, "an integer") for number in (True, 2.0, "2")),
         )
     ),
-    (lambda: opened(emulate_devices, 129), VALUE, "at most 128 devices, got num_devices=129"),
+    (lambda: opened(emulate_devices, 129), VALUE, "at most 128, the limit of torch, got 129"),
     (lambda: opened(emulate_devices, 2, memory=[1, 2, 3]), VALUE, "of the 2 devices, got 3 sizes"),
     *(
-        (partial(parse_bytes, x, "reserve"), VALUE, f"reserve must be bytes or {UNITS}, got {x!r}")
+        (partial(parse_bytes, x, "reserve"), VALUE, f"reserve must be {UNITS}, got {x!r}")
         for x in (*NO_SIZES.split("|"), True, None, -1)
     ),
     (lambda: MemoryLogger(None, print, 0), VALUE, "every must be at least 1, got 0"),

@@ -17,7 +17,7 @@ Memory = Annotated[
     str | None, Option(help="Capacity of each device, or a list: 24GiB,11GiB. 1GB is 1GiB.")
 ]
 Reserve = Annotated[str | None, Option(help="Memory of each GPU to keep free; default: 1GiB.")]
-GOAL = Option("--for", help="How options rank; default: speed, or headroom without capacities.")
+GOAL = Option("--for", help="What ranks first; default: speed, or headroom without capacities.")
 JsonFile = Annotated[Path | None, Option("--json", metavar="FILE", help="Write JSON; - is stdout.")]
 Html = Annotated[Path | None, Option(metavar="FILE", help="Write an HTML page; - is stdout.")]
 Markdown = Annotated[Path | None, Option(metavar="FILE", help="Write Markdown; - is stdout.")]
@@ -95,7 +95,7 @@ def check_outputs(*outputs: Path | None) -> None:
     places = [path if path == STDOUT else path.resolve() for path in outputs if path is not None]
     for place in places:
         if places.count(place) > 1:
-            raise ArgumentError(f"{place} is named twice; name another file for one")
+            raise ArgumentError(f"{place} is named twice; name two different files")
         if place != STDOUT and (place.is_dir() or not place.parent.is_dir()):
             why = "it is a folder" if place.is_dir() else f"there is no folder {place.parent}"
             raise ArgumentError(f"{place} cannot be written: {why}")

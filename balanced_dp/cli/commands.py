@@ -74,7 +74,7 @@ def run(
     memory: arguments.Memory = None,
     reserve: arguments.Reserve = None,
     gpu0_bsz: Annotated[
-        str, Option(metavar="N|auto|even", help="Samples of device 0; auto searches for the best.")
+        str, Option(metavar="N|auto|even", help="Samples on device 0; auto finds the best number.")
     ] = "auto",
     steps: Annotated[int | None, Option(min=1, help="End after this many training steps.")] = None,
     symbolic: Annotated[bool, Option("--symbolic", help="Emulate only shapes: faster.")] = False,
@@ -163,14 +163,14 @@ def tune(
         return
     emulate |= context.info_name == "plan"
     if target is None:
-        raise ArgumentError("no workload was given; plan --list names the built-in ones")
+        raise ArgumentError("no workload given; balanced-dp plan --list names the built-in ones")
     capacities = arguments.parse_capacities(memory, num_devices, emulate)
     arguments.check_outputs(json_file, html)
     values, reserve_bytes = arguments.parse_sweep(sweep), arguments.parse_reserve(reserve)
     sys.path.insert(0, "")  # the workload may be in the current folder
     workload = find_workload(target)
     if context.info_name == "plan" and memory is None:
-        raise ArgumentError("plan needs --memory, the capacity of each device: --memory 11GiB")
+        raise ArgumentError("plan needs the capacity of each device, such as --memory 11GiB")
     try:
         with console.open_console(stderr=True).status("measuring training steps"):
             report = measure(
@@ -204,11 +204,11 @@ def report_command(
     markdown: arguments.Markdown = None,
     json_file: arguments.JsonFile = None,
     against: Annotated[
-        Path | None, Option(metavar="FILE", help="Compare with the best option of an older file.")
+        Path | None, Option(metavar="FILE", help="Compare with the best option of an older report.")
     ] = None,
     limits: Annotated[
         str,
-        Option("--fail", metavar="METRIC:LIMIT,...", help="Limits, such as peak:5%,speed:10%."),
+        Option("--fail", metavar="METRIC:LIMIT,...", help="Most it may worsen: peak:5%,speed:10%."),
     ] = "",
 ) -> None:
     """Show a report, convert it, or compare it with an older one.
@@ -311,7 +311,7 @@ def demo(
     num_devices: arguments.NumDevices = None,
     steps: Annotated[int, Option(min=1, help="Training steps of each run.")] = 24,
     gpu0_bsz: Annotated[
-        int | None, Option(min=0, help="Samples of device 0; default: the best value.")
+        int | None, Option(min=0, help="Samples on device 0; default: the best value.")
     ] = None,
     json_file: arguments.JsonFile = None,
     emulate: arguments.Emulate = False,

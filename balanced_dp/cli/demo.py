@@ -85,7 +85,7 @@ def run_demo(
             options = {"num_steps": steps, "on_loss": on_loss}
             measured = measure_step(_workload(), BATCH_SIZE, gpu0_bsz, used, **options)
         if measured.out_of_memory:
-            raise ArgumentError(f"the run {name!r} does not fit: {measured.out_of_memory}")
+            raise ArgumentError(f"memory ran out in the run {name!r}: {measured.out_of_memory}")
         runs.append(DemoRun(name, measured, losses))
     return report, runs
 
@@ -143,7 +143,7 @@ def answer(runs: Sequence[DemoRun]) -> Iterator[Part]:
         yield f"The last run was even, too: gpu0_bsz must be below {even.chunk_sizes[0]}."
     else:
         yield (
-            f"The bottleneck device needs {_mib(max(even.peak_bytes))} MiB with the even split and "
+            f"The fullest device needs {_mib(max(even.peak_bytes))} MiB with the even split and "
             f"{_mib(max(balanced.peak_bytes))} MiB with "
             f"BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
         )

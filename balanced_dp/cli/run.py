@@ -151,12 +151,12 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.batch_size:
         ran = f"{loop.num_iterations} ran{', without optimizer state' * (loop.num_iterations == 1)}"
-        return f"Comparing splits takes two steps with batches of equal size; {ran}."
+        return f"To compare splits, run two steps with batches of equal size; {ran}."
     if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
     if sum(map(bool, loop.last.peak_bytes)) < 2:
         return "The script splits no batches; add model = torch.nn.DataParallel(model.cuda())."
     return (
-        "The script runs as it is: it splits batches by a class of its own, by device_weights, or "
-        "over devices that repeat. To find the best split, use BalancedDataParallel without these."
+        "The splits were not changed: the script uses a class of its own, device_weights, or a "
+        "device twice. To find the best split, use BalancedDataParallel without these."
     )

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The functions of torch.distributed.nn keep, as their default group, the group that exists when
-# torch.distributed.nn is first imported. If it is not imported here, the construction of the first
-# optimizer imports it. If the optimizer came after init_process_group,
-# destroy_process_group would not end gloo's threads, which sometimes abort a process at exit.
+# This import is needed although nothing here uses it. When torch.distributed.nn is imported, the
+# default arguments of its functions store the process group that exists at that time. Without this
+# import, the first optimizer would import the module, usually after init_process_group. Then
+# destroy_process_group would not end the threads of gloo, which can make the process abort at exit.
 import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
@@ -25,7 +25,7 @@ class TotalCount:
 
     def __init__(self, count: float, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        # On the CPU if the group has a backend for the CPU, so that no device has to wait.
+        # The sum is on the CPU if the group has a backend for the CPU, so that no device waits.
         devices = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
         device = "cpu" if "cpu" in devices else devices[0]
         self._sum = torch.tensor(count, dtype=torch.float64, device=device)
@@ -34,11 +34,12 @@ class TotalCount:
     def wait(self) -> Tensor:
         """Wait for the counts of all ranks, and return their sum as a 0-dim float64 tensor.
 
-        If NCCL is the only backend of the group, the device waits instead of the host.
+        If NCCL is the only backend of the group, the sum is on a device, and this device waits
+        instead of the host.
 
         Raises:
-            RuntimeError: a rank did not report within the group's timeout. (NCCL's watchdog ends
-                the process instead.)
+            RuntimeError: a rank did not report its count within the group's timeout. With NCCL,
+                there is no error: NCCL's watchdog ends the process.
         """
         self._work.wait()
         return self._sum
@@ -52,7 +53,7 @@ def count_all_ranks(count: float | Tensor, group: dist.ProcessGroup | None = Non
     Args:
         count: this rank's number of samples or tokens, as for ``scale_loss``. With gradient
             accumulation, give the sum over all micro-batches of the step.
-        group: the process group that averages gradients; by default the default group.
+        group: the process group that averages gradients; None means torch's default group.
 
     Returns:
         The sum, as an object to be passed to ``scale_loss`` as ``total``.
@@ -73,40 +74,43 @@ def scale_loss(
     """Scale a rank's loss by ``world_size * count / total``; call ``backward`` on the result.
 
     ``DistributedDataParallel``, ``fully_shard``, accelerate and DeepSpeed average gradients over
-    ranks with equal weights. With scaled losses, the average is the gradient of the mean over the
-    whole batch. Gradients accumulated over micro-batches of different counts are exact, too, if
-    ``total`` includes all micro-batches: ``scale_loss(loss_i, count_i,
-    total=count_all_ranks(sum(counts)))``. If the framework divides the loss by the number of
-    micro-batches, as accelerate and DeepSpeed do, multiply the scaled loss by this number.
+    ranks with equal weights. With scaled losses, the averaged gradients are those of the mean loss
+    of the whole batch. With gradient accumulation, they are exact if ``total`` includes the counts
+    of all micro-batches: ``scale_loss(loss_i, count_i, total=count_all_ranks(sum(counts)))``. If
+    the framework divides the loss by the number of micro-batches, as accelerate and DeepSpeed do,
+    multiply the scaled loss by this number.
 
-    If ``count`` is 0, the scaled loss and its gradients are 0, even if ``loss`` is NaN. For this, a
-    hook on each node of the autograd graph of ``loss`` returns zeros if all gradients that the node
-    receives are 0. The nodes inside a reentrant checkpoint get no hooks. So if 0 is divided by 0
-    inside such a checkpoint, gradients are still NaN.
+    If ``count`` is 0, the scaled loss and its gradients are 0, even if ``loss`` is NaN. To make the
+    gradients 0, each inner node of the loss's autograd graph gets a hook. If all gradients that the
+    node receives are 0, the hook replaces the gradients that it sends on with zeros. The nodes
+    inside a reentrant checkpoint get no hooks. So if 0 is divided by 0 inside such a checkpoint,
+    gradients are still NaN.
 
     Args:
-        loss: this rank's mean over its ``count`` samples or tokens, a tensor with one element of
+        loss: this rank's mean over its ``count`` samples or tokens, a tensor of one element and
             any floating-point dtype. The factor ``world_size * count / total`` is rounded to this
             dtype; in bfloat16, 8 significant bits remain.
-        count: the number of samples or tokens over which ``loss`` is a mean or, for a weighted
-            mean, the sum of their weights; at least 0. The host reads this number. If it is a
-            tensor on a device, the host waits for the device, so count labels before they are moved
-            to the device.
-        total: the sum of the counts of all ranks. If None, the ranks add up their counts in
-            ``scale_loss``, so every rank must call it.
-        group: the process group that averages gradients; by default, the default group. If
-            ``total`` is a result of ``count_all_ranks``, this argument is ignored, and the group of
-            ``count_all_ranks`` is used.
+        count: the number of samples or tokens of which ``loss`` is the mean, at least 0. If
+            ``loss`` is a weighted mean, ``count`` is the sum of the weights. The host reads this
+            number, so a tensor on a device makes the host wait. To avoid this, count labels before
+            they are moved to the device.
+        total: the sum of the counts of all ranks, as a number or as the result of
+            ``count_all_ranks``. If None, the ranks add up their counts in ``scale_loss``, so every
+            rank must call ``scale_loss``.
+        group: the process group that averages gradients; None means torch's default group. If
+            ``total`` is a result of ``count_all_ranks``, the group given there is used instead.
 
     Raises:
         ArgumentError: ``count`` is higher than ``total``. This is not checked if the ranks add up
-            their counts on a device, because NCCL is the only backend of the group.
+            their counts and NCCL is the only backend of the group, because the sum is then on a
+            device.
         RuntimeError: a rank did not report its count within the group's timeout.
         ValueError: there is no process group.
 
     Source:
-        The mean over ranks of world_size * n_r / sum(n) * loss_r is sum(n_r * loss_r) / sum(n).
-        ``DistributedDataParallel`` divides by the world size:
+        With the count n_r and the loss loss_r of rank r, the mean over all ranks of
+        world_size * n_r / sum(n) * loss_r is sum(n_r * loss_r) / sum(n).
+        ``DistributedDataParallel`` divides the sum of the gradients by the world size:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
     own = float(count)
@@ -116,10 +120,10 @@ def scale_loss(
         group, sum_of_counts = total.group, total.wait()
     else:
         sum_of_counts = torch.tensor(float(total), dtype=torch.float64, device="cpu")
-    if sum_of_counts.device.type == "cpu" and sum_of_counts < own:  # else the host would wait
+    if sum_of_counts.device.type == "cpu" and sum_of_counts < own:  # on a device, it would wait
         raise ArgumentError(
-            f"count is {own:g}, but total is {float(sum_of_counts):g}; total must be the sum of "
-            "the counts of all ranks and micro-batches, as computed by count_all_ranks"
+            f"count is {own:g}, but total is {float(sum_of_counts):g}; total must be the sum "
+            "of the counts of all ranks and micro-batches, which count_all_ranks computes"
         )
     if own == 0:
         _keep_zero_gradients(loss)
@@ -133,7 +137,7 @@ def _keep_zero_gradients(loss: Tensor) -> None:
     seen = {None, *nodes}
     while nodes:
         node = nodes.pop()
-        if node is None or not node.next_functions:  # a leaf node outlives the graph
+        if node is None or not node.next_functions:  # a hook on a leaf outlives the graph
             continue
         node.register_hook(_zeros_of_zeros)
         following = {function for function, _ in node.next_functions} - seen

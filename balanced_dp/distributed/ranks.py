@@ -34,8 +34,8 @@ def split_ranks(
     With ``rank0_bsz`` alone, rank 0 gets at most ``rank0_bsz`` samples, and the rest is divided
     evenly over the other ranks. With ``weights``, chunk sizes are in proportion to the weights.
     With ``capacities``, chunk sizes are in proportion to the memory that is left on each rank's
-    device after ``fixed_bytes``. To find ``fixed_bytes``, use
-    ``balanced_dp.tuning.step.measure_step`` on one emulated device.
+    device after ``fixed_bytes``. To find ``fixed_bytes``, measure the peaks of two chunk sizes with
+    ``balanced_dp.tuning.step.measure_step`` on one emulated device, and extrapolate to 0 samples.
 
     Examples:
         >>> split_ranks(32, 4, rank0_bsz=2)
@@ -54,13 +54,14 @@ def split_ranks(
             gradients, DistributedDataParallel's buckets, optimizer state and the CUDA context.
 
     Raises:
-        ArgumentError: ``rank0_bsz``, ``weights`` and ``capacities`` are all missing; ``weights``
-            and ``capacities`` are both given; the number of weights or capacities is not
-            ``world_size``; a device has no memory left after ``fixed_bytes``; an argument is out of
-            range; ``weights`` are not numbers; or ``rank0_bsz`` leaves samples to ranks whose
-            weights are all 0.
+        ArgumentError: an argument is out of range, or ``weights`` are not numbers. The error is
+            also raised if ``rank0_bsz``, ``weights`` and ``capacities`` are all missing, or if both
+            ``weights`` and ``capacities`` are given. Other reasons are that the number of weights
+            or capacities is not ``world_size``, that a device has no memory left after
+            ``fixed_bytes``, and that ``rank0_bsz`` leaves samples to ranks whose weights are all 0.
         ArgumentTypeError: an argument other than ``weights`` is not an integer.
-        ValueError: ``world_size`` is needed, and there is no process group.
+        ValueError: ``world_size``, ``weights`` and ``capacities`` are all missing, and there is no
+            process group.
     """
     if weights is not None and capacities is not None:
         raise ArgumentError("weights and capacities both determine the split; give one of them")
@@ -76,7 +77,7 @@ def split_ranks(
                 )
     if weights is None:
         if rank0_bsz is None:
-            raise ArgumentError("give rank0_bsz, weights or capacities")
+            raise ArgumentError("give rank0_bsz, weights or capacities to determine the split")
         rank0_bsz = as_integer("rank0_bsz", rank0_bsz, minimum=0)
         world_size = dist.get_world_size() if world_size is None else world_size
         return split_batch(batch_size, world_size, rank0_bsz)
@@ -120,8 +121,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         drop_last: whether to drop a smaller last batch.
 
     Attributes:
-        epoch: the epoch that the next iteration over the sampler yields, as set by ``set_epoch`` or
-            ``load_state_dict``. It is 0 at first.
+        epoch: the epoch of the next iteration over the sampler. It is 0 at first, and is set by
+            ``set_epoch`` and ``load_state_dict``.
 
     Raises:
         ArgumentError: a number is out of range, ``chunk_sizes`` does not have one size for each
@@ -163,9 +164,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"batch_size={batch_size}, got {found[0]} sizes with the sum {found[1]}"
             )
         self.epoch = 0
-        # The position at which the next iteration will begin, the position at which the current
-        # iteration has begun (both count samples), and the number of batches that the current
-        # iteration has yielded.
+        # The number of samples of the epoch before the first batch of the next iteration, the same
+        # number for the current iteration, and the number of batches that the current iteration
+        # has yielded.
         self._next_start = self._start = self._num_yielded = 0
 
     def __len__(self) -> int:
@@ -174,8 +175,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return (self.num_samples + rounded_up) // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A generator, so that nothing changes until the first batch is requested: a DataLoader with
-        # workers creates an iterator that it never uses.
+        # This method is a generator, so that the attributes do not change before the first batch is
+        # requested. A DataLoader with workers creates an iterator that it never uses.
         self._start, self._next_start = self._next_start, 0
         self._num_yielded = 0
         order = torch.arange(self.num_samples, device="cpu")  # not on the default device
@@ -209,10 +210,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
         Args:
             num_batches: number of batches used in training since the current iteration of the
-                sampler began, as counted by ``enumerate(loader, 1)``. In a resumed iteration, the
-                count starts from 0 again. The default is the number of batches that the sampler has
-                yielded. This default is too high for a ``DataLoader`` with workers, since workers
-                fetch batches in advance.
+                sampler began, as counted by ``enumerate(loader, 1)``. In a resumed iteration,
+                batches from before the resumption do not count. The default is the number of
+                batches that the sampler has yielded. This default is too high for a ``DataLoader``
+                with workers, since workers fetch batches in advance.
 
         Raises:
             ArgumentError: ``num_batches`` is negative, or higher than the number of batches that
@@ -242,9 +243,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         for name in _ORDER:
             if state[name] != getattr(self, name):
                 raise ArgumentError(
-                    f"the state is of a sampler with {name}={state[name]}, but this one has "
-                    f"{name}={getattr(self, name)}; load it into a sampler like that one, or begin "
-                    "a new epoch"
+                    f"the state was saved with {name}={state[name]}, but this sampler has "
+                    f"{name}={getattr(self, name)}; load it into a sampler with "
+                    f"{name}={state[name]}, or begin a new epoch without it"
                 )
         self.epoch = state["epoch"]
         self._next_start = self._start = state["num_samples_done"]

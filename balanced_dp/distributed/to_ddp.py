@@ -26,8 +26,8 @@ def convert(
     place to the device of this rank, so it keeps its parameters, buffers and hooks. Hooks of
     ``model`` itself are not kept. The state dicts of both classes have the same keys, so a
     checkpoint of either class can be loaded into the other. An existing optimizer remains valid.
-    But if the optimizer has state, and the module is moved to another device, load the optimizer's
-    state dict again.
+    But if it has state, and the module is moved to another device, the state must be moved, too:
+    ``optimizer.load_state_dict(optimizer.state_dict())``.
 
     For chunks of different sizes, the averaged gradients are those of the whole batch if
     ``scale_loss`` is applied to the loss. ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)``
@@ -72,6 +72,6 @@ def _device_of_this_rank(devices: Sequence[torch.device]) -> torch.device:
     if local_rank >= len(devices):
         raise ArgumentError(
             f"the local rank is {local_rank}, but the model has {len(devices)} devices; start one "
-            "process for each device, or pass the device of each process as device"
+            "process for each device, or give each process its device by the argument device"
         )
     return devices[local_rank]

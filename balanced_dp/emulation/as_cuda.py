@@ -375,4 +375,4 @@ def _without_hardware(machine: Machine) -> Patches:
 
 
 def _refuse_to_spawn(*args: Any, **kwargs: Any) -> None:
-    raise EmulationError("processes that a script spawns cannot use emulated devices")
+    raise EmulationError("spawned processes cannot use emulated devices; use one process")

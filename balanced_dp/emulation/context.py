@@ -158,7 +158,7 @@ def _capacities(num_devices: int, memory: Any) -> list[int]:
     num_devices = as_integer("num_devices", num_devices, minimum=1)
     if num_devices > MAX_DEVICES:
         raise ArgumentError(
-            f"torch has at most {MAX_DEVICES} devices, got num_devices={num_devices}"
+            f"num_devices must be at most {MAX_DEVICES}, the limit of torch, got {num_devices}"
         )
     if memory is None:
         return [sys.maxsize] * num_devices

@@ -110,8 +110,8 @@ class Machine:
             return self.thread.current_index
         if not 0 <= device < len(self.devices):
             raise EmulationError(
-                f"there is no emulated device {self.device_type}:{device}: "
-                f"there are {len(self.devices)}; raise num_devices (run: --devices)"
+                f"there is no emulated device {self.device_type}:{device}, because "
+                f"num_devices={len(self.devices)}; raise it (balanced-dp run: --devices)"
             )
         return device
 

@@ -41,7 +41,7 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
         raise SymbolicValueError(
             f"{doing} needs the value of a {elem.dtype} tensor of shape {tuple(elem.shape)}, but "
             "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False (plan and tune: "
-            "--numeric; run: leave out --symbolic, or end the script before this with --steps)"
+            "--numeric; run: leave out --symbolic, or end the script earlier by --steps)"
         )
 
 

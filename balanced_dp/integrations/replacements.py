@@ -76,14 +76,14 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
 
 
 class _Meta(type):
-    """Metaclass of the replacement: ``isinstance`` accepts instances of torch's class, too."""
+    """A metaclass that makes ``isinstance(model, DataParallel)`` true for torch's class, too."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type.__instancecheck__(_TORCHS if cls is DataParallel else cls, instance)
 
 
 class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
-    """The replacement of ``nn.DataParallel``: a ``BalancedDataParallel`` without ``gpu0_bsz``."""
+    """The replacement of ``nn.DataParallel``, with the same arguments, so without ``gpu0_bsz``."""
 
     __module__ = "torch.nn.parallel.data_parallel"  # where pickle looks for it
 
@@ -97,13 +97,13 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 
 
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
-    """Find the module ``transformers.trainer``, and make its ``Trainer`` create balanced trainers.
+    """Return the spec of ``transformers.trainer``, changed so that its ``Trainer`` is balanced.
 
-    This function is the ``find_spec`` of a finder in ``sys.meta_path``. It returns None for any
-    other module. If the script creates a trainer of a class C after the import, the trainer is an
-    instance of a new class. The new class has the name of C, and its bases are ``BalancedTrainer``
-    and C. The report of ``balanced-dp run`` suggests a class with these bases. Trainers of classes
-    that the script itself derives from ``BalancedTrainer`` stay as they are.
+    For any other module, return None. This function is the ``find_spec`` of a finder in
+    ``sys.meta_path``. If the script creates a trainer of a class C after the import, the trainer is
+    an instance of a new class. The new class has the name of C, and its bases are
+    ``BalancedTrainer`` and C. The report of ``balanced-dp run`` suggests a class with these bases.
+    Trainers of classes that the script itself derives from ``BalancedTrainer`` stay as they are.
     """
     spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
     if spec is None:
@@ -112,7 +112,7 @@ def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
 
     def execute_and_replace(module: Any) -> None:
         execute(module)
-        # This import is here because it imports transformers.trainer, whose class is replaced.
+        # This import needs transformers.trainer, so it cannot be at the top of this file.
         from .transformers import BalancedTrainer
 
         initialize = functools.partialmethod(BalancedTrainer.__init__, gpu0_bsz=None)

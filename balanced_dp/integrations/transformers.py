@@ -87,22 +87,22 @@ class BalancedTrainer(Trainer):
     the number of devices. At most ``gpu0_bsz`` of the samples are on the first device. Loss and
     gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``. In
     training, and in an evaluation that needs only the loss, only the loss of each device is
-    gathered. If the method ``compute_loss`` is overridden or needs the logits, too, the other
-    outputs are also gathered. If the Trainer uses the mixed precision ``"bf16"`` or ``"fp16"``, the
-    replicas run under autocast.
+    gathered. The other outputs are gathered, too, if the method ``compute_loss`` is overridden, or
+    if it computes the loss from the logits. If the Trainer uses the mixed precision ``"bf16"`` or
+    ``"fp16"``, the replicas run under autocast.
 
     For a subclass ``MyTrainer`` of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer,
     MyTrainer)``. ``MyBalancedTrainer`` takes the arguments of both of its bases.
 
     The code of ``Trainer`` sees a single device: in ``trainer.args``, ``n_gpu`` is 1, and the batch
-    sizes per device are the batch sizes of all devices together. With one device, in a distributed
-    launch, and with a model that is compiled, quantized or spread over several devices
-    (``device_map``), the class behaves as ``Trainer``.
+    sizes per device are the batch sizes of all devices together. The class behaves as ``Trainer``
+    with one device, in a distributed launch, and with a model that is compiled, quantized or spread
+    over several devices (``device_map``).
 
     Args:
         *args: arguments of ``Trainer``.
-        gpu0_bsz: the largest number of samples of a batch that the first device gets, or ``"auto"``
-            or None, as for ``BalancedDataParallel``.
+        gpu0_bsz: the most samples of a batch that the first device gets, or ``"auto"`` or None, as
+            for ``BalancedDataParallel``.
         device_ids: the devices, as for ``BalancedDataParallel``; None means the devices that
             ``Trainer`` would use. The model is moved to the first device.
         **kwargs: arguments of ``Trainer``, and ``broadcast``, ``device_weights``, ``loss_weight``,
@@ -140,7 +140,7 @@ class BalancedTrainer(Trainer):
             raise ArgumentError("omit device_ids in a distributed launch and with a device_map")
 
     def _use(self, devices: list[torch.device]) -> None:
-        """Let ``Trainer`` see one device with the whole batch, so that it does not rescale losses.
+        """Let ``Trainer`` see one device with the whole batch; with more, it would rescale losses.
 
         Args:
             devices: the devices over which each batch is split.
@@ -194,7 +194,7 @@ class BalancedTrainer(Trainer):
 
         Args:
             loss_only: whether the caller needs only the loss.
-            methods: the names of the methods of ``Trainer`` that see the outputs of the model.
+            methods: the names of the ``Trainer`` methods that see the model's outputs.
         """
         owners = [cls for cls in type(self).__mro__ if methods & set(vars(cls))]
         is_plain = owners == [BalancedTrainer, Trainer] and self.compute_loss_func is None
@@ -213,9 +213,8 @@ class _Callback(TrainerCallback):
 class _KeepSplit(_Callback):
     """A callback that saves the split that ``gpu0_bsz="auto"`` finds, in the Trainer's state.
 
-    The callback saves the number of samples of the first device in the largest batch so far, the
-    size of this batch, and all other values that the search for the split needs. It saves these
-    values after each step, and loads them from the state when training begins.
+    After each step, the callback saves all values that the search for the split needs, such as the
+    size of the largest batch so far. When training begins, it loads these values from the state.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -108,7 +108,7 @@ class MemoryProbe:
         if device in self._boards:
             return _add_nvml(memory, self._boards[device])
         if _has_nvml(device):  # mem_get_info would create a CUDA context, which takes memory
-            reason = f"NVML lists no device with the UUID {uuid}, nor one device at its PCI bus id"
+            reason = f"NVML lists no device with the UUID {uuid}, nor exactly one at its PCI bus id"
             return replace(memory, error=self.nvml_error or reason)
         try:
             free_bytes, total_bytes = module.mem_get_info(device)
@@ -159,7 +159,7 @@ class MemoryProbe:
         if retried := [str(now.device) for now, before in pairs if now.num_alloc_retries != before]:
             usage.reason = (
                 f"on {', '.join(retried)} the allocator had to empty its cache and try again, so "
-                "the peaks are lower than the block needs"
+                "the block needs more memory than the peaks show"
             )
 
 

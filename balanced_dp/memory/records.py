@@ -149,7 +149,7 @@ class StepMemory:
         """
         if not 0 <= tolerance < 1:
             raise ArgumentError(
-                f"tolerance must be from 0 to below 1 (0.05 is 5 %), got {tolerance}"
+                f"tolerance must be at least 0 and below 1 (0.05 is 5 %), got {tolerance}"
             )
         utilization = self.utilization
         if not self.valid:
@@ -160,7 +160,7 @@ class StepMemory:
         emptiest = self.devices[utilization.index(min(utilization))]
         first, others = utilization[0], max(utilization[1:])
         if imbalance_of([first, others]) <= tolerance:
-            remedy = "gpu0_bsz cannot change that; check what else is on the devices"
+            remedy = "gpu0_bsz cannot balance these; check what else is on the devices"
         elif first < others:
             remedy = "raise gpu0_bsz"
         else:

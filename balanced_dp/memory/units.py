@@ -27,8 +27,8 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
     match = _TEXT.fullmatch(str(size))
     if match is None:
         raise ArgumentError(
-            f"{argument} must be bytes or a size in B, KiB, MiB, GiB or TiB such as '11GiB', "
-            f"got {size!r}"
+            f"{argument} must be a number of bytes, or a size in B, KiB, MiB, GiB or TiB, such as "
+            f"'11GiB', got {size!r}"
         )
     factor = 1 << 10 * _PREFIXES.index((match[2] or "B")[0].upper())
     number = Fraction(match[1]) * factor

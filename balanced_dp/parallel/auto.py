@@ -248,7 +248,7 @@ class AutoSplit:
     def remedy(self, batch_size: int) -> str:
         """Adapt the split of batches after memory ran out; return advice to add to the error."""
         if self._note_failure(has_failed=True):
-            return f"gpu0_bsz='auto' has chosen {self.split(batch_size)[0]} now; repeat the step"
+            return f"gpu0_bsz='auto' changes to {self.split(batch_size)[0]} now; repeat the step"
         return "gpu0_bsz='auto' keeps its split; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -295,7 +295,7 @@ def split_policy(
     if gpu0_bsz == "auto" and device_weights is None:
         return AutoSplit(devices) if len(devices) > 1 else SplitPolicy(None, devices)
     if isinstance(gpu0_bsz, str):
-        fact = "gpu0_bsz must be an integer, None, or 'auto' (which excludes device_weights)"
+        fact = "gpu0_bsz must be an integer, None, or 'auto' without device_weights"
         raise ArgumentTypeError(f"{fact}, got {gpu0_bsz!r}")
     # A single device, such as the CPU when a script is tried out, gets the whole batch.
     return SplitPolicy(gpu0_bsz, devices, device_weights if len(devices) > 1 else None)

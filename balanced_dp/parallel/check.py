@@ -95,7 +95,7 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         split = _results(twin.module, twin(*inputs, **kwargs))
     texts = [str(one.message).partition("the whole batch: ")[2] for one in told]
     reasons = [text.rpartition("; model.check")[0] for text in texts if text]
-    cause = ". And: ".join(reasons) or "samples of a chunk are computed from each other"
+    cause = ". And: ".join(reasons) or "the results of samples depend on other samples of the chunk"
     found = []
     for name, value in whole.items():
         size = _relative(split.get(name), value)

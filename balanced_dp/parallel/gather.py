@@ -122,8 +122,8 @@ class Gather:
         # If each chunk has one sample, a list of one item is most likely a single output, so there
         # is no warning. But a list of one dictionary may be the detections of this sample.
         if sizes[0] > 1 or isinstance(lists[0][0], MutableMapping):
-            reason = f"it is as long as each chunk, {sizes[0]}, and is joined item by item"
-            remedy = "Return a tensor with a row for each sample, or a tuple of items for the batch"
+            reason = f"it is a list as long as each chunk, {sizes[0]}, but is joined item by item"
+            remedy = "If items are samples, return a tensor with a row for each; if not, a tuple"
             self.call.warn(path, reason, remedy)
         return False
 
@@ -163,8 +163,8 @@ class Gather:
         if how != "sum":
             is_same = all(bool(number == numbers[0]) for number in numbers)
             if not is_same or (numbers[0] and numbers[0].dtype != torch.bool):
-                reason = "it is an integer or bool, which is added up if the replicas' differ"
-                self.call.warn(path, reason, "Return rows, with squeeze(-1) and not squeeze()")
+                reason = "it is an integer or bool, which is added up if the replicas differ"
+                self.call.warn(path, reason, "Return a row per sample: squeeze(-1), not squeeze()")
             if is_same:
                 return numbers[0]
         return joined(numbers, None, self.device)
@@ -195,12 +195,12 @@ class Gather:
         axes = differing or ([dim] if dim in following else exact) or one_row
         if len(axes) != 1 or axes[0] not in (dim, *following):
             fact = f"has shapes {[*map(tuple, shapes)]} for chunks of {sizes}"
-            remedy = "return rows (with squeeze(-1)) or means, pad to total_length=, compare later"
+            remedy = "return a row per sample or a mean; pad to total_length=; compare afterwards"
             raise _error(path, f"{fact}, so no one dimension holds the samples: {remedy}")
         own = lengths[axes[0]]
         if sizes and own != sizes and any(own):
             reason = f"it has {own} rows for chunks of {sizes}, joined in the order of the devices"
-            remedy = "Return (N, rows, ...) or several outputs; use squeeze(-1), not squeeze()"
+            remedy = "Return shape (N, rows, ...), or several outputs; squeeze(-1), not squeeze()"
             self.call.warn(path, reason, remedy)
         return axes[0]
 

@@ -16,8 +16,8 @@ from .parallel_apply import parallel_apply
 from .scatter import Inputs, Scattered
 
 _REMEDY = (
-    "it holds one output for each device; do this in the function that BalancedCriterion or map "
-    "calls, or after gather(); if the model returns the loss, use outputs[0]"
+    "it holds one output for each device; use each in the function given to BalancedCriterion or "
+    "map, or join them with gather(); a loss that the model returns is in outputs[0]"
 )
 
 

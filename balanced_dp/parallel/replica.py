@@ -81,7 +81,7 @@ class Blueprint:
             if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
                 raise RuntimeError(
                     f"a {type(module).__name__} that was compiled in place or scripted cannot be "
-                    "replicated, because its code is bound to the original; wrap "
+                    "replicated, because its code is bound to the original module; wrap "
                     "torch.compile(module), or the module before it was scripted"
                 )
         parameters, buffers = self._members("_parameters"), self._members("_buffers")

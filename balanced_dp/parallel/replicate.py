@@ -91,7 +91,7 @@ def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> 
             raise RuntimeError(
                 "module must have its parameters and buffers on device "
                 f"{', '.join(map(str, devices))} {ids} but found one of them on device: "
-                f"{tensor.device}; move the module there, and wrap it only once"
+                f"{tensor.device}; call module.to('{devices[0]}'), and wrap the module only once"
             )
 
 

@@ -98,7 +98,7 @@ class Inputs:
         found = list(self._all_to_split(named))
         for path, value in _sequences(named):
             if not found:
-                fact = "but no input is split, so the call runs on one device"
+                fact = "and no input is split, so the call runs on one device"
                 self._warn(path, value, fact)
             elif all(_is_below(one, [path]) for one, _ in found) and _are_alike(value):
                 fact = f"of {len(value)} items, whose tensors are split along dim {self.dim}"
@@ -240,11 +240,11 @@ class Inputs:
                 path,
                 f"of shape {tuple(tensor.shape)} has size {length} along dim {self.dim}, but the "
                 f"batch has {sum(sizes)} samples{source}; broadcast=({path!r},) copies it whole to "
-                "each device; split is for lists and tensors with several rows per sample; if its "
-                "samples are along another dimension, transpose it",
+                "each device; split is for lists, and for tensors with several rows per sample; "
+                "if its samples are along another dimension, transpose it",
             )
         if tensor.is_nested or tensor.layout != torch.strided:
-            raise _error(path, "is a sparse or nested tensor, which is not split; pass a dense one")
+            raise _error(path, "is sparse or nested, and cannot be split; pass a dense tensor")
         if len(sizes) == 1:
             return [move(tensor, devices[0])]
         # Chunks are copies, not views. A view would keep the whole batch on its device while
@@ -265,14 +265,14 @@ class Inputs:
         tensors = [(n, t) for one in stores for n, t in one.items() if isinstance(t, torch.Tensor)]
         if hidden := ", ".join(str(name) for name, tensor in tensors if tensor.dim()):
             fact = f"whose tensors ({hidden}) are neither split nor moved"
-            remedy = "pass a dictionary of them, or split a list of objects that forward moves"
+            remedy = "pass a dict of them; or split a list of objects, and move each in forward"
             self._warn(path, value, fact, remedy)
 
     def _warn(self, path: str, value: Any, fact: str, remedy: str = "", silence: str = "") -> None:
         """Warn once about an input, unless ``broadcast`` or ``split`` names it."""
         if path not in self.warned and not _is_below(path, [*self.broadcast, *self.split]):
             self.warned.add(path)
-            remedy = remedy or f"if it is as long as the batch, split=({path!r},) splits it"
+            remedy = remedy or f"if it has an entry for each sample, split=({path!r},) splits it"
             silence = silence or f"broadcast=({path!r},)"
             name = type(value).__name__
             warn(f"input {path} is a {name} {fact}; {remedy}; {silence} silences this warning")

@@ -78,9 +78,9 @@ def verdict(report: Report) -> str:
         fits = f" the batch {'fits' if even.fits(report.budgets) else 'does not fit'}:"
         fits *= report.has_capacity
         name = even.line if even.features else "nn.DataParallel"
-        sentences.append(f"With the even split of {name}{fits} {_fullest(even, report)}.")
+        sentences.append(f"With the even split of {name},{fits} {_fullest(even, report)}.")
     if best is not even:
-        sentences.append(f"With option 1 {_fullest(best, report)}.")
+        sentences.append(f"With option 1, {_fullest(best, report)}.")
     if not report.has_capacity:
         where = " before the script" * report.is_script
         sentences.append(f"Add --memory{where}, such as --memory 11GiB, to see what fits.")
@@ -120,8 +120,8 @@ def option_table(report: Report) -> TextTable:
         [*rows[0]],
         [[*row.values()] for row in rows],
         marked=0,
-        caption="Speed is the largest chunk of the even split divided by that of the option: a "
-        "smaller gpu0_bsz costs speed.",
+        caption="Speed is the largest chunk of the even split divided by the option's largest "
+        "chunk. A smaller gpu0_bsz costs speed.",
     )
 
 
@@ -154,7 +154,7 @@ def summary(report: Report) -> Iterator[str]:
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
     if not report.is_script and not all(option.gather for option in report.ranked_options):
-        yield "Give BalancedCriterion all steps from outputs to loss, reshapes too: docs/loss.md."
+        yield "Put all steps from outputs to loss, also reshapes, in the criterion: docs/loss.md."
     if report.is_trainer:
         yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
     # gather=False is suggested only if it would save memory. If forward returns the loss, as with
@@ -163,7 +163,7 @@ def summary(report: Report) -> Iterator[str]:
     others = [f"gather=False (outputs fill {part:.0%} of device 0: docs/loss.md)"] * (part > 0.01)
     others += ["spread=True (parameters on all devices: docs/step.md)"] * (not report.best.spread)
     if report.is_script and others:
-        yield f"Not measured: {' and '.join(others)}. Change the script and run it again."
+        yield f"Not measured: {' and '.join(others)}. To try, change the script and run it again."
 
 
 # Tables of what was measured.
@@ -195,7 +195,7 @@ def device_table(report: Report) -> TextTable:
     if report.reserve_bytes:
         caption += f" {format_bytes(report.reserve_bytes)} of each is kept free for CUDA's context."
         # Without this setting, fragmentation in torch's allocator can take as much as the reserve.
-        caption += " Train with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        caption += " Against fragmentation, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     return use_table(best, report.budgets if report.has_capacity else None, even, caption)
 
 

@@ -269,7 +269,7 @@ class Loop(AutoSplit):
         low, high = min(ranges, key=lambda r: r[0] / r[1], default=(1, 1))
         if high > low * (1 + VARIES):
             between = f"between {format_bytes(low)} and {format_bytes(high)}"
-            yield f"Steps with equal splits peaked {between}: options may take more than measured."
+            yield f"Steps with equal splits peaked {between}: options may need more than measured."
         if isinstance(self.wanted, int) and {option.gpu0_bsz for option in self.options} == {None}:
             if self.wanted >= search.even:
                 yield f"gpu0_bsz={self.wanted} has no effect: it must be below the even share."
@@ -277,8 +277,8 @@ class Loop(AutoSplit):
                 yield f"gpu0_bsz={self.wanted} was not measured with the largest batch."
         if self.wanted == "auto" and search.smallest > 1 and search.best in (0, 2):
             yield (
-                "gpu0_bsz=1 was not tried, because BatchNorm computes its statistics from each "
-                "chunk."
+                "gpu0_bsz=1 was not tried, because BatchNorm would compute its statistics from a "
+                "single sample."
             )
 
     def _parameters(self) -> Iterator[torch.Tensor]:

@@ -337,7 +337,7 @@ class Report:
             remedy = "no other batch was measured, so try a smaller one"
         states = (best.uses[0].get(use, 0) for use in ("parameter", "gradient", "optimizer state"))
         if self.is_script and not best.spread and sum(states) > self.budgets[0]:
-            remedy = "weights and optimizer state alone do not fit, but spread=True divides them"
+            remedy = "device 0 cannot hold weights and optimizer state; spread=True divides them"
         if fitting:
             largest = max(fitting, key=lambda option: option.batch_size)
             remedy = f"the largest batch that fits is {largest.batch_size}, with {largest.line}"

@@ -192,8 +192,8 @@ class StepMeter:
             loss: torch.Tensor = criterion(output, target)
             if loss.dim():
                 raise ArgumentError(
-                    f"the loss of {self.workload.name} must be 0-dim, as the mean or the sum of "
-                    f"all samples is, but has the shape {tuple(loss.shape)}"
+                    f"the loss of {self.workload.name} must be 0-dim, such as the mean or the sum "
+                    f"over all samples, but has the shape {tuple(loss.shape)}"
                 )
         loss.backward()
         optimizer.step()

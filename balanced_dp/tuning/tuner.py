@@ -118,7 +118,7 @@ def tune(
     given = capacities if devices is None else devices
     num = given if given is None or isinstance(given, int) else len(given)
     if num is not None and num < 2:
-        raise ArgumentError(f"a plan is for two or more devices, got {num}")
+        raise ArgumentError(f"splits need two or more devices, got {num}")
     if capacities is not None and len(capacities) != num:
         raise ArgumentError(
             f"capacities must be {num} numbers, one for each device, got {len(capacities)}"

@@ -1,6 +1,6 @@
 """Validate the package on the devices of this machine.
 
-The project's tests use stand-ins for real devices.
+The project's own tests use stand-ins for GPUs. The checks of this package use real GPUs, if any.
 """
 
 from .checks import Check, Validation, validate

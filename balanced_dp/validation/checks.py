@@ -65,8 +65,8 @@ class Validation:
 
     Attributes:
         devices: a description of the devices, as text.
-        versions: a dictionary that maps names of software, such as "CUDA", to versions. It also
-            maps names of properties of the machine to their values.
+        versions: a dictionary from names of software, such as ``"CUDA"``, to versions. It also
+            contains properties of the machine, such as ``"CPUs"``, the number of its CPUs.
         checks: the checks in the order in which they were made.
     """
 
@@ -110,10 +110,10 @@ def validate(
     ``nn.DataParallel``. On emulated devices, only gradients and outputs are compared.
 
     Args:
-        num_devices: number of devices. The devices are emulated if there is no GPU, or if there are
-            several GPUs but fewer than this number. If there is a single GPU, this is the number of
-            replicas on it. None means all GPUs, four replicas on a single GPU, or four emulated
-            devices if there is no GPU.
+        num_devices: number of devices. With a single GPU, this is the number of replicas on it.
+            Devices are emulated without a GPU, and with several GPUs but fewer than this number.
+            None means all GPUs if there are several, otherwise four replicas on a single GPU or
+            four emulated devices.
         emulate: whether to emulate devices even if there are GPUs.
         workload: the name of the workload (a model, its batches and its loss) whose memory and time
             are compared, as for ``find_workload``.
@@ -194,7 +194,7 @@ def _memory(
             predicted = measure_step(workload, batch_size, gpu0_bsz, replicas).peak_bytes
         with MemoryProbe(devices).measure() as usage:
             measured = measure_step(workload, batch_size, gpu0_bsz, devices).peak_bytes
-        # Libraries keep workspaces after the step. The prediction does not include workspaces.
+        # Libraries keep workspaces after the step. Predictions have none, so subtract them.
         kept = [torch.get_device_module(device).memory_allocated(device) for device in devices]
         errors = [p / (m - k) - 1 for p, m, k in zip(predicted, measured, kept, strict=True)]
         worst = max(errors, key=abs)

@@ -80,7 +80,7 @@ def test_the_answer_for_a_script(script):
     assert steps == [*"012345678"] and len(done.stdout.splitlines()) == 9
     first, title, second, *_ = done.stderr.splitlines()
     assert first == "balanced-dp: running train.py on 4 emulated GPUs"
-    assert second.startswith("With the even split of nn.DataParallel the batch fits: device 0 is")
+    assert second.startswith("With the even split of nn.DataParallel, the batch fits: device 0 is")
     assert title == "train.py, batches of 256, 4 devices"
     for part in (
         "# train.py:11: model = nn.DataParallel(model)\n# option 1\nmodel = nn.DataParallel(model)",
@@ -109,13 +109,13 @@ def test_the_report_is_written(script):
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
-        ("train.py 6 64 wrap exit", 5, "With option 1 device "),
+        ("train.py 6 64 wrap exit", 5, "With option 1, device "),
         ("train.py 0 64 wrap", 0, "Nothing was measured: the script ran no forward pass"),
         ("train.py 4 64", 0, "The script splits no batches; add model = torch.nn.DataParallel(m"),
         ("train.py 4 64 one", 0, "for one device. Leave device_ids out: train.py:13"),
         ("train.py 4 64 cpu", 0, "splits no batches; add model = torch.nn.DataParallel(model.cuda"),
         ("--devices 1 train.py 4 64 wrap", 0, "On one device there are no splits to compare;"),
-        ("train.py 1 64 wrap", 0, "takes two steps with batches of equal size; 1 ran, without opt"),
+        ("train.py 1 64 wrap", 0, "run two steps with batches of equal size; 1 ran, without opt"),
         ("--html no.html train.py 1 64 wrap", 1, "no.html was not written: there is no report"),
         ("train.py 4 1 wrap", 0, "batches of 1, 4 devices"),
         ("--json no.json train.py 3 64 fail", 1, "no.json was not written: there is no report"),
@@ -123,7 +123,7 @@ def test_the_report_is_written(script):
         ("train.py 2 64 wrap fail", 1, "did not end in 2 steps, so options may change.\n"),
         ("train.py 4 64 plain", 0, "No torch.optim.Optimizer took a step: these are the peaks"),
         ("--steps 3 train.py 99999 256 wrap", 0, "ended after 3 training steps (--steps).\n\nTh"),
-        ("--for headroom --memory 1GiB --reserve 0 train.py 9 256 wrap", 0, "). With option 1 dev"),
+        ("--for headroom --memory 1GiB --reserve 0 train.py 9 256 wrap", 0, "). With option 1, "),
         ("--memory 4400KiB --reserve 0 train.py 9 256 wrap", 0, "the batch does not fit: device 0"),
         ("--memory 1MiB --reserve 0 train.py 5 64 wrap", 0, "spread=True divides them."),
         ("--steps 4 -m train 9 64 wrap --memory its", 0, "train, batches of 64, 4 devices"),
@@ -187,7 +187,7 @@ def test_a_script_that_is_balanced_already(call, arguments, script):
     exit_code, report, parts = measured(script)
     assert exit_code == 0
     if arguments is None:
-        assert "The script runs as it is: it splits batches by a class of its own, by" in parts[-1]
+        assert "The splits were not changed: the script uses a class of its own," in parts[-1]
         return
     assert len({option.chunk_sizes for option in report.options}) >= 3
     [not_measured] = [sentence for sentence in summary(report) if "Not measured" in sentence]

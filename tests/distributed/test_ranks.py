@@ -152,7 +152,7 @@ def test_states_that_do_not_fit_are_refused():
         ("seed", 1, samplers(10, (4,), seed=1)),
         ("shuffle", False, samplers(10, (4,), shuffle=False)),
     ):
-        with pytest.raises(ArgumentError, match=f"{name}=.*, but this one has {name}={value}"):
+        with pytest.raises(ArgumentError, match=f"{name}=.*, but this sampler has {name}={value}"):
             other[0].load_state_dict(state)
     with pytest.raises(ArgumentError, match=r"num_batches must be from 0 to 0"):
         sampler.state_dict(1)

@@ -235,7 +235,7 @@ def test_mixed_precision_training(devices):
 
 
 def test_processes_cannot_be_spawned(devices):
-    with pytest.raises(EmulationError, match="spawns cannot use emulated devices"):
+    with pytest.raises(EmulationError, match="spawned processes cannot use emulated devices"):
         torch.multiprocessing.spawn(print)
 
 
@@ -404,7 +404,7 @@ def test_memory_of_devices_named_any_way(either, module, name):
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        (3, "no emulated device lazy:3: there are 3; raise num_devices"),
+        (3, "no emulated device lazy:3, because num_devices=3; raise it"),
         (-1, "no emulated device lazy:-1"),
         ("cpu", "cpu is not an emulated device"),
     ],

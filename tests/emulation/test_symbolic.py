@@ -97,7 +97,7 @@ def test_unknown_values_cannot_be_read(symbolic_devices, name):
     assert re.fullmatch(
         doing.get(name, ".*") + r" needs the value of a torch\.\w+ tensor of shape \(.*\), but "
         r"emulate_devices\(symbolic=True\) keeps shapes only; use symbolic=False \(plan and tune: "
-        r"--numeric; run: leave out --symbolic, or end the script before this with --steps\)",
+        r"--numeric; run: leave out --symbolic, or end the script earlier by --steps\)",
         str(error.value),
     )
 

@@ -114,13 +114,13 @@ def test_no_figures_before_the_end(figure):
 
 @pytest.mark.parametrize("tolerance", [5, -0.1, float("nan")])
 def test_tolerance_out_of_range(tolerance):
-    with pytest.raises(ArgumentError, match="tolerance must be from 0 to below 1"):
+    with pytest.raises(ArgumentError, match="tolerance must be at least 0 and below 1"):
         of_peaks(1, 1).check_split(tolerance)
 
 
 FULLER_FIRST = "cuda:0 peaks at 4.00 GiB of 80.00 GiB and cuda:1 peaks at 2.00 GiB of 80.00 GiB, "
 FULLER_SECOND = "cuda:1 peaks at 2.00 GiB of 20.00 GiB and cuda:0 peaks at 2.00 GiB of 80.00 GiB, "
-OTHER_REASON = "50% apart: gpu0_bsz cannot change that; check what else is on the devices"
+OTHER_REASON = "50% apart: gpu0_bsz cannot balance these; check what else is on the devices"
 
 
 @pytest.mark.parametrize(

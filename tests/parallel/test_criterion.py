@@ -260,7 +260,7 @@ def test_losses_of_the_module_on_each_device(gpu0_bsz, devices, x):
 
 # What cannot be used is named.
 
-REMEDY = ": it holds one output for each device; do this in the function that BalancedCriterion"
+REMEDY = ": it holds one output for each device; use each in the function given to"
 ON_TENSORS = "cross_entropy takes tensors, .* PerDevice"
 MSE, CE = nn.MSELoss(), nn.CrossEntropyLoss()
 MSE.function = masked_mean  # an attribute of this name was taken for forward

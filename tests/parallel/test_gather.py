@@ -212,7 +212,7 @@ def test_detections_are_joined_by_image_or_warned_of(batch_size, num_boxes):
 
 def test_equal_lists_are_warned_of():
     """They may be constants, or texts of samples that are all empty."""
-    with pytest.warns(BalanceWarning, match="as each chunk, 4, and is joined item by item"):
+    with pytest.warns(BalanceWarning, match="as each chunk, 4, but is joined item by item"):
         assert split(lambda _, x: [""] * len(x), None, 2)(torch.ones(8)) == [""] * 4
 
 
@@ -257,12 +257,12 @@ def padded(_, x, **options):
     return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, **options)[0]
 
 
-NO_ROWS, ROWS, LIST = "no one dimension", r"\(N, rows, \.\.\.\)", "a tuple of items"
+NO_ROWS, ROWS, LIST = "no one dimension", r"\(N, rows, \.\.\.\)", "if not, a tuple"
 
 REMEDIES = [
     (padded, "total_length=", "total_length=", lambda m, x: padded(m, x, total_length=5)),
     # In chunks of one size pairs have the shape of rows.
-    (lambda m, x: x @ x.T, "compare later", None, lambda m, x: x),
+    (lambda m, x: x @ x.T, "compare afterwards", None, lambda m, x: x),
     (lambda m, x: x.mean(0), NO_ROWS, None, lambda m, x: x.mean()),
     # One row of each replica was an error; LXMERT's losses are.
     (lambda m, x: x.mean(0, keepdim=True)[:, :2], ROWS, ROWS, lambda m, x: x.mean()),

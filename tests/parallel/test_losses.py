@@ -111,7 +111,7 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
     assert not any(step(model, bare, True, given_to(loss))[1] for _ in range(3))
     for text in told:
         assert "may differ from its value for the whole batch" in text
-        assert text.endswith("model.check(batch) shows by how much")
+        assert text.endswith("model.check(batch) shows the difference")
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
         ("perplexity", "it uses Exp, not only means over samples"),
         (
             "hits",
-            "it has no graph. It is averaged, weighted by chunk size. Return its parts .* row for",
+            "it has no autograd graph. It is averaged, weighted by chunk size. Return its terms",
         ),
         ("sum by a mean", "it uses Div, not only means over samples"),
-        ("selected", "it is not clear that the entries it reduces are samples"),
+        ("selected", "it may add up or average entries that are not samples"),
         ("sum and mean", "it adds means to sums over samples"),
         ("normalized weights", "a scaled sum in it may be divided by a number that depends on"),
     ],
@@ -187,7 +187,7 @@ def test_check_compares_outputs_of_all_kinds():
     result = model.check(x, noise=0.0)
     assert (result.num_compared, result.differences, x.grad) == (5, (), None)
     found = model.check(X, noise=1.0).differences
-    assert found[0][0] == "output whole" and "computed from each other" in found[0].cause
+    assert found[0][0] == "output whole" and "depend on other samples" in found[0].cause
     assert found[-1][0] == "output rows" and "random, in evaluation mode too" in found[-1].cause
 
 

@@ -83,7 +83,7 @@ BY_FIRST = (
     r"input x.1.mask of shape \(3, 4\) has size 3 along dim 0, but the batch has 5 samples \(the "
     r"size of its first tensor, x.0\); broadcast=\('x.1.mask',\) copies it whole to each device; "
 )
-NOT_SPLIT = "input x is a sparse or nested tensor, which is not split"
+NOT_SPLIT = "input x is sparse or nested, and cannot be split"
 NESTED = torch.nested.nested_tensor([torch.ones(2)] * 5, layout=torch.jagged)
 PACKED = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
 
@@ -118,7 +118,7 @@ IMAGES = [torch.full((3, 4, 4 + i % 2), float(i)) for i in range(8)]
 TARGETS = [{"boxes": torch.full((i + 1, 4), float(i))} for i in range(8)]
 SEQUENCES = [torch.full((7, 2), float(i)) for i in range(8)]
 GRU = nn.GRU(3, 3, batch_first=True)
-SIZE = "split is for lists and tensors with several rows per sample"
+SIZE = "split is for lists, and for tensors with several rows per sample"
 ONE_DEVICE = r"one device; if .* split=\('args.0',\)"
 EIGHT = r"args.0 is a list of 8 items.* split=\('args.0',\)"
 

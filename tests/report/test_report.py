@@ -97,11 +97,11 @@ LIMITS = ("peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5", "peak:5
 @pytest.mark.parametrize(
     ("change", "limits", "message"),
     [
-        *(({}, limits, "--fail takes METRIC:NUMBER% of peak") for limits in LIMITS),
+        *(({}, limits, "--fail takes METRIC:LIMIT of peak, ") for limits in LIMITS),
         ({"workload": "b"}, "", "cannot be compared: workload was <script>.* and is b;"),
         ({"batch_size": 48}, "", "batch_size was 24 and is 48"),
         ({"capacity_bytes": (1, 1)}, "", "num_devices was 4 and is 2"),
-        ({"is_trainer": True}, "max_batch:5%", "% of peak, speed, as peak:5%, got 'max_batch"),
+        ({"is_trainer": True}, "max_batch:5%", " of peak, speed, such as peak:5%, got 'max_batch"),
     ],
 )
 def test_comparisons_that_are_refused(report, change, limits, message):
@@ -127,7 +127,7 @@ def test_names_cannot_command_a_terminal(report, tmp_path):
 def test_out_of_memory_has_no_peak(report):
     failed = replace(report.even, out_of_memory="CUDA out of memory", ran_out=0)
     shown = replace(report, options=(failed, *report.options[1:]), goal="speed")
-    assert "of nn.DataParallel device 0 runs out of memory." in tables.verdict(shown)
+    assert "of nn.DataParallel, device 0 runs out of memory." in tables.verdict(shown)
     gathered = tuple(option for option in shown.options if option.kind == (True, False))
     rows = tables.candidate_table(replace(shown, options=gathered)).rows
     assert [row[2] for row in rows].count("out of memory") == 1
@@ -140,7 +140,7 @@ SMALLER = option((6, 10), (70, 60), seconds=0.375, uses=USES)
 
 def test_speed_and_samples_on_accelerators():
     shown = report_of([EVEN, SMALLER], [90] * 2, mode="real")
-    assert tables.verdict(shown).startswith("With the even split of nn.DataParallel the batch does")
+    assert tables.verdict(shown).startswith("With the even split of nn.DataParallel, the batch d")
     table = tables.option_table(shown)
     assert table.rows[0][3:5] == ["0.80", "42.7"] and "costs speed" in table.caption
 

@@ -104,7 +104,7 @@ def composition_of(
             returns this path (see ``Composition``). Otherwise, it returns "".
     """
     if any(loss.grad_fn is None for loss in losses):
-        return Composition(unclear="it has no graph")
+        return Composition(unclear="it has no autograd graph")
     found = Composition()
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
     stack: list[tuple[Edges, Sequence[float], tuple[str, ...]]] = [(start, [1.0] * len(losses), ())]
@@ -199,7 +199,7 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
         reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
     if not are_samples:
-        raise UnclearError("it is not clear that the entries it reduces are samples")
+        raise UnclearError("it may add up or average entries that are not samples")
     return "mean" if code == 1 else _kind_of_sum(entries)
 
 

@@ -48,7 +48,7 @@ from .graph import Composition, are_equal, composition_of, how_samples_mix, mask
 from .weights import ScalarOutputs, Tensors, joined, weight_of_chunk
 
 _REMEDY = (
-    "Return its parts and combine them after the call, or return a row for each sample (with "
+    "Return its terms and combine them after the call, or return a row for each sample (with "
     "squeeze(-1), not squeeze()), or give loss_weight or scalar_outputs: see docs/loss.md"
 )
 _NOT_SHOWN = "no call with gradients and the same arguments has shown how it is computed"
@@ -296,7 +296,7 @@ class Call:
             self.history.seen.add(key)
             warn(
                 f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
-                "model.check(batch) shows by how much"
+                "model.check(batch) shows the difference"
             )
 
     def with_joined_losses(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
