@@ -135,8 +135,8 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
     """Return ``function(*args, **kwargs)``, and record the cross entropies that it computes.
 
     A ``Counted`` record of each cross entropy is appended to ``counted[index]`` of the ``Call`` in
-    ``current_call``. Nothing is recorded if there is no such ``Call``, or if its ``counted`` is
-    empty.
+    ``current_call``. Nothing is recorded if no ``Call`` is running, or if the running ``Call``
+    does not count cross entropies, and so has no list for this replica.
 
     Args:
         index: the index of the replica among the replicas of the call.

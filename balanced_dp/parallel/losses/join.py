@@ -236,12 +236,12 @@ class Call:
         return loss
 
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
-        """Return the terms of an output that is a multiple of a cross entropy, by comparing values.
+        """Find out by value whether an output is a multiple of a cross entropy.
 
-        If the output is not a multiple of a cross entropy, the returned ``Composition`` is marked
-        as unclear. A multiple of a summed cross entropy is also marked as unclear, unless the sum
-        is divided by 1 or by an argument. This method waits for the values of the output and of the
-        cross entropies. The comparison is needed because the losses of models in Hugging Face's
+        Return the ``Composition`` of the output, which is marked as unclear if the output is no
+        such multiple. A multiple of a summed cross entropy is also marked as unclear, unless the
+        sum is divided by 1 or by an argument. This method waits for the values of the output and of
+        the cross entropies. The comparison is needed because the losses of models in Hugging Face's
         transformers are multiples of cross entropies, and a Trainer may evaluate before it trains.
         In inference mode, only the value of an output shows that the output is a cross entropy (see
         ``Counted.is_``).
