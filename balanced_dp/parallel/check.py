@@ -119,8 +119,8 @@ def _copied(*values: Any) -> Any:
 def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
     """Return a dictionary of the floating-point outputs and the gradients of the parameters.
 
-    The gradients are those of a weighted sum of all entries of those outputs that require
-    gradients. The weights rise from 1 to 2 along the entries of each output.
+    The gradients are computed from one weighted sum. It adds up all entries of the floating-point
+    outputs that require gradients. The weights rise from 1 to 2 along the entries of each output.
     """
     found = {
         f"output {path or '(the whole)'}": leaf

@@ -85,18 +85,20 @@ class Arrivals:
     """The CUDA events that mark the end of each copy of a weight from one device to another.
 
     The copies are made on the weight streams: each CUDA device has one stream that is used only to
-    copy weights. The memory of the copies is allocated on the streams that are current when
-    ``expect`` is called. This memory must not be freed before ``wait`` is called. Otherwise the
-    caching allocator could reuse the memory while a weight stream still writes to it.
+    copy weights. Before that, ``expect`` records the current stream of each device, to which the
+    memory of the copies belongs. Afterwards, ``wait`` makes these streams wait for the copies. The
+    memory must not be freed before ``wait`` is called. Otherwise the caching allocator could reuse
+    the memory while a weight stream still writes to it.
 
     Attributes:
-        events: a dictionary that maps the ``id`` of a tensor to an event. Wait for the event of a
-            copy before the copy is used. Wait for the event of an original before the original is
-            written to.
-        are_traced: whether ``torch.compile`` has ever traced a read of a copy that may have been
-            incomplete. Compiled code reads parameters without waiting. So once ``are_traced`` is
-            True, each call of a model waits for the copies of all parameters before it runs the
-            replicas.
+        events: a dictionary that maps the ``id`` of a tensor, original or copy, to an event. The
+            event of a copy marks the end of this copy: wait for it before the copy is used. The
+            event of an original marks the end of all copies made from it: wait for it before the
+            original is written to.
+        are_traced: whether ``torch.compile`` has ever traced a module whose parameters were
+            possibly still being copied. Compiled code reads parameters without waiting. So once
+            ``are_traced`` is True, each call of a model waits for the copies of all parameters
+            before it runs the replicas.
     """
 
     are_traced: ClassVar[bool] = False
@@ -183,12 +185,13 @@ def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True)
     contiguous, or is not an ordinary dense tensor.
 
     Args:
-        tensors: a dictionary that maps positions to tensors. The result contains these positions.
+        tensors: a dictionary of the tensors, whose keys are the positions of the tensors in a list
+            of the caller. The result contains these positions.
         of_gradients: whether the buckets are for gradients. If True, a tensor with hooks on its
-            gradient gets a bucket of its own. In a shared bucket, its hooks would be called with
-            None if this tensor had no gradient and another tensor in the bucket had one. If False,
-            the tensors of a bucket may have ``LEAST_BYTES`` in total, even if this is more than an
-            eighth of the size of all tensors.
+            gradient gets a bucket of its own. In a shared bucket, another tensor may have a
+            gradient when this one has none. Then the hooks of this one would be called with None.
+            If False, the buckets are for weights, and a bucket may always hold ``LEAST_BYTES``,
+            even if this is more than an eighth of the size of all tensors.
     """
     sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors.values()]
     num_bytes = sum(filter(None, sizes))
@@ -353,9 +356,10 @@ class Receive(torch.autograd.Function):
     Besides the aliases, this node returns an empty tensor, the token. The token delays the backward
     of this node. For example, let a model have the buckets b0 and b1. The token of b1 is an input
     of the ``Broadcast`` nodes of b0. In backward, each device sends the gradients of b1 first, and
-    then those of b0. The backward of b1's ``Receive`` runs only after all devices have sent both.
-    By then, the gradients of b1 have usually arrived on the home. So the stream that computes on
-    the home adds them to the home's own gradients without waiting.
+    then those of b0. Because of the token, the backward of b1's ``Receive`` runs only after all
+    devices have sent the gradients of b0, too. By then, the gradients of b1 have usually arrived on
+    the home. So the stream that computes on the home need not wait for the gradients of b1 before
+    it adds them to the home's own gradients.
     """
 
     @staticmethod

@@ -10,9 +10,9 @@ A call of a ``BalancedDataParallel`` uses the files of this folder in this order
     per_device.py                        used instead of gather.py if ``gather=False``
 
 The backward pass goes through these steps in reverse. ``Concatenate.backward`` in gather.py sends
-each device its part of the gradient of the output. The replica on a device uses copies of the
-parameters that are on other devices; copies.py makes them. ``Broadcast.backward`` in copies.py
-sends the gradients of the copies to the device of the originals, where autograd adds them up.
+each device its part of the gradient of the output. If a parameter is on another device than a
+replica, the replica uses a copy of it, made by copies.py. ``Broadcast.backward`` in copies.py sends
+the gradients of the copies to the device of the originals, where autograd adds them up.
 Inside ``shared_weights()``, all calls use the same copies of the parameters.
 """
 
@@ -79,15 +79,17 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     Args:
         gpu0_bsz: an int of at least 0: the maximum number of samples of a batch that the first
-            device gets. With 0, the first device runs the module only in calls without samples.
-            None means no limit: the split is even, or in proportion to ``device_weights``.
-            ``"auto"`` searches for the split with which the fullest device is least full. The
-            search starts with the even split, and reads the peak memory of the devices after each
-            optimizer step. It tries at most six splits, or more if memory runs out. In that case,
-            catch ``torch.OutOfMemoryError`` and repeat the step, since ``"auto"`` may use another
-            split now. State dicts contain the split that ``"auto"`` has found.
-        module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
-            With ``spread``, or with a single device, the constructor moves them to their devices.
+            device gets. With 0, the first device runs the module only if the batch has no samples
+            or no input is split. None means no limit: the split is even, or in proportion to
+            ``device_weights``. ``"auto"`` searches for the split that leaves the largest share of
+            memory free on the fullest device. The search starts with the even split, and reads the
+            peak memory of the devices after each optimizer step. It tries at most six splits. If
+            memory runs out, the search may change the split at once, and may try more than six
+            splits. So catch ``torch.OutOfMemoryError``, and repeat the step. State dicts contain
+            the split that ``"auto"`` has found.
+        module: the module to parallelize. With ``spread``, or with a single device, the constructor
+            moves its parameters and buffers to their devices. With several devices and without
+            ``spread``, they must be on ``device_ids[0]``.
         device_ids: the devices, as ints (indices of accelerators), strings or ``torch.device``.
             None means all accelerators. If there are no accelerators, ``module`` is called with the
             whole batch. Inside ``emulate_devices``, ints and None refer to the emulated devices.
@@ -109,9 +111,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         scalar_outputs: how the 0-dim outputs of the replicas, such as losses, are joined.
 
             - ``"auto"`` computes the value of the whole batch if the output is a cross entropy, a
-              mean or a sum over samples, or adds up several of these. But the output must not add
-              a mean over samples to a sum over samples. Most other outputs are averaged as with
-              ``"mean"``, with a warning.
+              mean or a sum over samples, or adds up several of these. Most other outputs are
+              averaged as with ``"mean"``, with a warning. So is an output that adds a mean over
+              samples to a sum over samples.
             - ``"mean"`` computes the mean over the replicas, weighted by their numbers of samples.
             - ``"sum"`` computes the sum over the replicas.
             - ``"stack"`` returns a vector with one entry for each replica, as ``nn.DataParallel``
@@ -147,15 +149,15 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError: on a call, an input cannot be split.
         GatherError: on a call, the outputs cannot be joined.
-        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``. With ``spread``,
-            a parameter may be on any of ``device_ids``. The error is also raised if the module is
-            scripted, compiled in place or lazy. Inside ``shared_weights()``, it is also raised if
-            parameters were changed.
+        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]`` (with ``spread``,
+            a parameter may be on any of ``device_ids``); the module is scripted, compiled in place
+            or lazy; or, inside a block of ``shared_weights()``, parameters have changed since the
+            first call in the block.
 
     Warns:
-        BalanceWarning: in the cases below. At most one warning is issued for each input and for
-            each output, with one exception: if an output led to a warning in a call without
-            gradients, it may lead to a second warning in a call with gradients.
+        BalanceWarning: in the cases below. At most one warning is issued for each input. For each
+            output, at most one warning is issued in calls with gradients. Before that, one may be
+            issued in calls without gradients.
 
             - ``gpu0_bsz`` is at or above the even share (batch size / number of devices) of the
               first batch, so that this batch is split evenly.
@@ -166,12 +168,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             - A list as long as the batch, or an object that holds tensors, is passed whole to each
               device.
             - The inputs contain lists or arrays, but no input is split.
-            - All tensors that are split are in one list. If this list has one entry for each
-              sample, name the list in ``split``.
+            - All tensors that are split are in one list, and each of them is split along ``dim``.
+              If the entries of this list are samples, name the list in ``split``, so that the list
+              is split instead.
             - An output does not have one row for each sample. Its rows are joined in the order of
               the devices.
-            - An output is a list that may have one entry for each sample, but its items are joined
-              as if each item held all samples.
+            - An output is a list as long as each chunk, so that its items may be samples. But item
+              i of the joined list is joined from the items i of all replicas.
             - An output is a key-value cache of Hugging Face's transformers, and None is returned in
               its place.
 
