@@ -319,8 +319,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         Args:
             inputs: the positional arguments for the whole batch.
             kwargs: the keyword arguments for the whole batch.
-            device_ids: the devices to which the arguments are sent. Outside ``forward``, these must
-                be all devices of the model, or a single device, which gets the whole batch.
+            device_ids: the devices to which the arguments are sent. ``forward`` passes the devices
+                that run the module. If you call this method yourself, pass all devices of the
+                model, or a single device, which gets the whole batch.
 
         Returns:
             A list with the positional arguments for each device, and a list with the keyword
@@ -337,8 +338,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Return a replica of ``module`` for each device.
 
         A subclass that overrides this method must return the list that ``super().replicate()``
-        returns. With any other list, what the first replica writes to its copies of buffers and
-        parameters is not copied to ``module``.
+        returns. With this list, ``forward`` afterwards updates ``module`` with what the first
+        replica has written to its copies of buffers and parameters, such as running statistics.
+        With a plain list, these writes are lost.
         """
         homes = self.devices if self.spread else self.devices[:1]
         return self._replicator.replicate(module, self._devices_of(device_ids), homes)
@@ -396,11 +398,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def gpu0_bsz(self) -> int | None:
         """The maximum number of samples that the first device gets, or None for no limit.
 
-        With ``"auto"``, this is how many samples the first device now gets of a batch as large as
-        the largest training batch so far. The size of the largest batch may also come from a loaded
-        checkpoint. As long as this size is unknown, the attribute is None. Reading the attribute
-        also checks whether memory has run out in the current training iteration. If so, the value
-        may change.
+        With ``"auto"``, the number of samples that the first device gets depends on the batch size.
+        The attribute is the current number for the size of the largest training batch so far. This
+        size may also come from a loaded checkpoint. As long as it is unknown, the attribute is
+        None. Reading the attribute also checks whether memory has run out in the current training
+        iteration. If so, the value may change.
 
         The attribute may be set to any value that the constructor accepts.
         """
@@ -461,13 +463,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         The weights are copied to each of the other devices only once. Use this for loops that do
         not change the weights, such as evaluation and gradient accumulation. Step the optimizer
-        after the block. Inside the block, two kinds of writes do not reach the copies, and raise no
-        error: writes through ``.data``, and writes to frozen weights, for example by
-        ``module.forward``.
+        after the block. Inside the block, two kinds of writes raise no error, but do not reach all
+        copies: writes through ``.data``, and writes to frozen weights, such as a moving average
+        that ``module.forward`` updates.
 
         Raises:
-            RuntimeError: on a call, a parameter that requires grad has changed since the first call
-                in the block, or any parameter was replaced, frozen or unfrozen.
+            RuntimeError: a call finds that, since the first call in the block, a parameter that
+                requires grad was changed, or any parameter was replaced, frozen or unfrozen.
 
         Examples:
             >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])

@@ -21,32 +21,34 @@ from .losses.weights import joined, moved
 class Gather:
     """Join the outputs of the replicas into one output on one device. Differentiable.
 
-    The chunk size is the number of samples of a replica. In the rules for tensors, a dimension fits
-    if its size is the same whole multiple of the chunk size on every replica.
+    The chunk size is the number of samples of a replica. A dimension of the tensors *fits* if its
+    size is k times the chunk size on every replica, with the same whole number k.
 
-    - Tensors whose shapes differ in one dimension are concatenated along this dimension, if it is
-      the batch dimension or fits. For example, N fits in the states of RNNs, ``(layers, N, *)``.
-    - Tensors of equal shapes are concatenated along the batch dimension if it fits. Otherwise they
-      are concatenated along the only dimension whose size is the chunk size on every replica. If no
-      dimension has this size, but each replica has one row, they are concatenated along the batch
-      dimension.
+    - Tensors whose shapes differ in one dimension are concatenated along this dimension. It must be
+      the batch dimension, or fit, as dimension 1 of the states of RNNs does: ``(layers, N, *)``.
+    - Tensors of equal shapes are concatenated along the batch dimension if it fits. If it does not,
+      they are concatenated along the dimension whose size is the chunk size on every replica. If
+      several dimensions have this size, the tensors cannot be concatenated. If none has it, but the
+      batch dimension has size 1, the tensors are concatenated along the batch dimension.
     - The rows of concatenated tensors are in the order of the devices. A warning is issued unless
       each sample has exactly one row. Tensors that cannot be concatenated must be equal on all
       replicas, and one of them is returned.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, this dimension is
       restored before the tensors are concatenated.
     - 0-dim tensors are joined into one value or, with ``scalar_outputs="stack"``, stacked into a
-      vector. So are tensors of one element, such as ``(1,)``, if a chunk has several samples.
+      vector. If any chunk has several samples, tensors of one element, such as those of shape
+      ``(1,)``, are joined like 0-dim tensors.
       Integers and bools that differ between replicas are added up, with a warning. The sum of bools
       is True if any of them is True.
-    - A list or tuple whose length is the chunk size on every replica may have an entry for each
-      sample. If it does, the entries of all replicas are put into one list or tuple. Otherwise, it
-      is joined item by item, like the containers below. If chunks have different sizes, there is
-      always an entry for each sample. If all chunks have the same size, tuples are joined item by
-      item. So are lists that are equal on all replicas, contain a tensor whose batch dimension has
-      the chunk size, or contain tensors that all have one element. A warning about such a list is
-      issued, unless it has only one item and this item is not a dictionary. Other lists have an
-      entry for each sample.
+    - A list or tuple whose length is the chunk size on every replica is read as one entry for each
+      sample, or as outputs that each hold all samples of the chunk. Entries of all replicas are put
+      into one list or tuple. Outputs are joined item by item, like the containers below. If chunks
+      have different sizes, the list or tuple is read as entries. If all chunks have the same size,
+      a tuple is read as outputs, and a list is read as outputs in three cases: it is equal on all
+      replicas, it contains a tensor whose batch dimension has the chunk size, or it contains
+      tensors that all have one element. Any other list is read as entries. A warning is issued
+      about a list that is read as outputs, since its items may be entries. If it has only one item,
+      the warning is issued only if this item is a dictionary.
     - Other containers are joined item by item: each item of the result is joined from the items
       with the same name or position. A key-value cache of Hugging Face's transformers becomes None,
       with a warning. Any other value must be equal on every replica and is returned unchanged.

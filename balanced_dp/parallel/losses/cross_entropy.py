@@ -2,9 +2,9 @@
 
 While replicas run, the two functions with which torch computes cross entropies are replaced:
 ``cross_entropy_loss`` and ``nll_loss_nd``. The replacements call torch's functions, return the
-tensors that these return, and also count the targets. A mean over no targets is NaN. The
-replacements return 0 instead of this NaN, so that the other terms of a loss that contains the mean
-are not lost. If no replica has targets, the mean over the whole batch is still NaN.
+tensors that these return, and also count the targets. A mean over no targets is NaN, and a loss
+that adds other terms to this NaN would be NaN, too. So the replacements return 0 instead. If no
+replica has targets, the mean over the whole batch is still NaN.
 
 Autograd saves the number of targets, too, as ``_saved_total_weight``. But this number is missing if
 gradients are disabled or labels are smoothed, so it is not used.
@@ -42,10 +42,10 @@ class Counted:
             else None. ``compares_samples`` reads them.
         value: a clone of the cross entropy, which is not detached from the autograd graph.
         node: the autograd node that computed the cross entropy, or None without gradients.
-        result: a detached tensor with the same storage as the tensor that was returned to the
-            replica's ``forward``.
-        version: the version counter of the tensor that was returned, at the time of the return.
-            Each in-place write to the tensor increments its version counter.
+        result: the cross entropy that the replica's ``forward`` received, as a detached tensor with
+            the same storage.
+        version: the version counter of ``result`` when ``forward`` received the cross entropy. Each
+            in-place write to the cross entropy increments the counter.
     """
 
     kind: str
@@ -155,8 +155,9 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a replacement for ``function``, a cross entropy of torch, that also counts targets.
 
-    The replacement computes the same value as ``function`` and saves the same tensors for backward.
-    Only a mean over no targets differs: it is 0 instead of NaN if it is recorded for a replica.
+    The replacement computes the same value as ``function`` and saves the same tensors for backward,
+    with one exception. If ``run_counted`` records the cross entropy, a mean over no targets is 0
+    instead of NaN.
     """
 
     @functools.wraps(function)

@@ -7,12 +7,13 @@ samples, and cross entropies.
                   \
                    neg  <-  cross entropy
 
-Between the loss and its reductions, only a few operations are understood: terms are reshaped, added
-up, multiplied by Python numbers, or divided by tensors that are arguments of the function which
-computes the loss. Other operations there make the loss unclear (see ``Composition``). No value is
-read from a device, and no user code is run again. The graphs of the replicas are followed side by
-side: they differ only in the number of samples. ``masked_mean_of`` recognizes one more kind of
-loss: entries are multiplied by a mask and added up, and the sum is divided by another tensor.
+Between the loss and its reductions, terms may be reshaped, added, subtracted, and multiplied or
+divided by Python numbers. They may also be divided by a tensor, if this tensor is an argument of
+the function that computes the loss. Any other operation there makes the loss unclear (see
+``Composition``). No value is read from a device, and no user code is run again. The graphs of the
+replicas are followed side by side: they differ only in the number of samples. ``masked_mean_of``
+recognizes one more kind of loss: entries are multiplied by a mask and added up, and the sum is
+divided by another tensor.
 
 Each replica gets a part of the batch, a chunk. In the part of the graph between the reductions and
 the inputs, ``how_samples_mix`` looks for operators whose result for one sample depends on other
@@ -64,17 +65,17 @@ class Composition:
     """The terms that add up to a loss: cross entropies, and means or sums over samples.
 
     Attributes:
-        parts: for each cross entropy in the loss, its index among all cross entropies that a
-            replica has computed, its factor, and the dotted paths of the arguments that divide it.
-            A dotted path leads to a tensor in the pair ``(args, kwargs)`` of the function's
-            arguments. For example, ``1.batch.mask`` leads to ``kwargs["batch"]["mask"]``. A summed
-            cross entropy that is divided by the number of samples is not in this list: it counts as
-            a mean over samples.
+        parts: a tuple for each cross entropy in the loss: its index among all cross entropies that
+            a replica has computed, the number by which it is multiplied, and the dotted paths of
+            the tensors by which it is divided. A dotted path leads to an argument of the function
+            that computes the loss, starting at the pair ``(args, kwargs)``. For example,
+            ``1.batch.mask`` leads to ``kwargs["batch"]["mask"]``. A summed cross entropy that is
+            divided by the number of samples is not in this list: it counts as a mean over samples.
         kinds: the kind of the terms that are not in ``parts``: ``{"mean"}`` if they are means over
             samples, ``{"sum"}`` if they are sums over samples, or an empty set if there are none.
             If ``unclear`` is not "", do not rely on ``kinds``.
-        unclear: "" if the terms that are not in ``parts`` are known to be all means over samples or
-            all sums over samples. Otherwise, the reason why this is not known.
+        unclear: "" if ``kinds`` is certain. Otherwise, the reason why it is not, for example that
+            the loss adds means to sums over samples.
     """
 
     parts: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
