@@ -55,8 +55,9 @@ def check_paths(
 ) -> frozenset[str]:
     """Return ``paths`` as a set, after checking that they name parameters of ``function``.
 
-    All paths are accepted if ``function`` takes ``**kwargs`` or has no signature. Paths such as
-    ``"inputs.0"``, the names of arguments without a parameter, are always accepted.
+    All paths are accepted if ``function`` takes ``**kwargs`` or has no signature. Paths that begin
+    with ``inputs``, such as ``"inputs.0"``, are always accepted, because ``named_arguments`` gives
+    such names to positional arguments without a parameter.
 
     Args:
         option: the name of the option for which the paths are given, for the error message.

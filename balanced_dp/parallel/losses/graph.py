@@ -99,10 +99,11 @@ def composition_of(
         counted: a dict with one entry for each cross entropy that every replica has computed. The
             key is a tuple of its autograd nodes, one for each replica. The value is its index among
             the cross entropies, and its kind (``"mean"`` or ``"sum"``).
-        path_of: a function that finds the argument by which the replicas divide. It gets one object
-            from each replica: the divisor of a division, or None. If each object is a tensor that
-            its replica got as an argument, with the same dotted path on all replicas, the function
-            returns this path (see ``Composition``). Otherwise, it returns "".
+        path_of: a function that gets the divisor of an operator from each replica: a tensor, a
+            number, or None if the operator is no division or the divisor is unknown. If the
+            divisors are one-entry tensors that the replicas got as the same argument of the call,
+            the function returns the dotted path of this argument (see ``Composition``). Otherwise,
+            it returns "".
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no autograd graph")
@@ -166,8 +167,9 @@ def masked_mean_of(loss: Tensor) -> list[Any]:
 def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     """Return which reduction over samples an operator is, or "" if it is no mean or sum.
 
-    The result is ``"mean"``, ``"sum"``, ``"scaled sum"`` for a sum of products, or ``"divided
-    sum"`` for a sum of quotients. It is "" for a cross entropy, too, because the number of its
+    The result is ``"mean"``, ``"sum"``, ``"scaled sum"`` for a sum of products such as
+    ``(x * w).sum()``, or ``"divided sum"`` for a sum of quotients such as ``(x / n).sum()``. It is
+    also "" for a cross entropy, which reduces targets instead of samples, because the number of its
     targets is unknown here.
 
     Args:
@@ -208,8 +210,8 @@ def _kind_of_sum(entries: Any) -> str:
     """Return what kind of entries a sum adds up: products, quotients, or others.
 
     The result is ``"scaled sum"`` for products, ``"divided sum"`` for quotients, or else ``"sum"``.
-    Between the products or quotients and the sum, there may be additions, further sums and changes
-    of the shape.
+    Before the sum, the products or quotients may be reshaped, and added to each other or to other
+    terms. For example, the kind of ``(a * b + c).view(-1).sum()`` is ``"scaled sum"``.
 
     Args:
         entries: the autograd node of the operator that computed the entries.
@@ -226,6 +228,8 @@ def _kind_of_sum(entries: Any) -> str:
 
 def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divided: bool) -> str:
     """Return whether a reduction over samples, times a factor, is a ``"mean"`` or a ``"sum"``.
+
+    For example, a sum over samples that is divided by the number of samples is a ``"mean"``.
 
     Args:
         name: the reduction, such as ``"mean"`` or ``"scaled sum"``.
@@ -289,10 +293,12 @@ def _saved(node: Any, name: str) -> Any:
 def _is_number(saved: object) -> bool:
     """Return whether a value saved by autograd was a Python int or float in the user's code.
 
-    Autograd may save such a number as a 0-dim tensor, whose dtype is never half or int8.
-    ``torch.result_type`` tells this tensor from others: a saved float with a 0-dim half tensor
-    gives half, and a saved int with a 0-dim int8 tensor gives int8. A 0-dim float or integer tensor
-    of the user's code gives a wider dtype, unless it is half or int8 itself.
+    Autograd may save an int or float as a 0-dim tensor of dtype int64 or float64. Such a tensor may
+    also come from the user's code, but ``torch.result_type`` tells the two apart. With a 0-dim half
+    tensor, a saved float gives half, while a float tensor of the user's code gives a wider dtype.
+    In the same way, a 0-dim int8 tensor tells a saved int from an integer tensor. The user's own
+    half and int8 tensors give half and int8, too, but autograd saves no int or float with these
+    dtypes.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)

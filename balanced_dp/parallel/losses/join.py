@@ -16,15 +16,16 @@ weights, and one warning is issued.
 
 In a call with gradients, one more kind of loss is recognized: the masked mean, which is
 ``(entries * mask).sum() / mask.sum()``. The masked mean of each replica is weighted by the sum of
-the replica's mask. In the first calls, ``Call._counts_of`` checks that each divisor is this sum.
+the replica's mask. In the first calls, ``Call._counts_of`` compares each divisor with the sum of
+its mask. These checks end with the first call that shows whether the loss is a masked mean.
 
 A call without gradients has no autograd graph to follow. There, an output is joined as follows:
 
 - An output that is a cross entropy is joined like a cross entropy in a call with gradients.
-- Any other output is joined as in the last call with gradients. Only a masked mean is averaged with
-  the n_i as weights instead, with a warning.
-- If there was no call with gradients yet, or if the last one had other arguments or another number
-  of cross entropies, ``Call._by_value`` compares the value of the output with the value of each
+- Any other output is joined as in the last call with gradients, if both calls have equally many
+  cross entropies, and arguments of the same names (not counting those that are None). An exception
+  is a masked mean: it is averaged with the n_i as weights, and a warning is issued.
+- In all other cases, ``Call._by_value`` compares the value of the output with the value of each
   cross entropy. If the output is a multiple of a cross entropy, it is joined like this cross
   entropy. Otherwise, it is averaged with a warning.
 """
@@ -72,7 +73,8 @@ class OutputHistory:
 
             - a function and a bool: ``Call.look_for_mixing`` has checked this function, with chunks
               of equal size (True) or of different sizes (False).
-            - a function and the dotted path of an output: this output was joined as a number.
+            - a function and the dotted path of an output: ``Call.join`` has joined this output,
+              which was a single number on each replica instead of one row for each sample.
             - a string: a warning was issued about this input or output.
     """
 
@@ -101,7 +103,8 @@ class Call:
         loss_weight: a function that returns the weight of a replica's losses. If None, the autograd
             graph determines the weight.
         arguments: the arguments that each replica gets.
-        counted: the cross entropies that each replica has computed; empty if these are not counted.
+        counted: for each replica, a record of each cross entropy that it has computed; empty if
+            cross entropies are not recorded, as with ``scalar_outputs="mean"``.
     """
 
     history: OutputHistory
@@ -119,9 +122,11 @@ class Call:
 
         The result is differentiable. The weight of each replica comes from ``loss_weight``, from
         the number of targets of a cross entropy, or from the autograd graph. If none of these gives
-        weights, the weights are the chunk sizes, and a warning is issued. There is no warning if
-        the cross entropies of the call are not counted (as with ``scalar_outputs="mean"``), or if
-        the devices compute no values (``emulate_devices(symbolic=True)``).
+        weights, the weights are the chunk sizes, and a warning is issued.
+
+        If cross entropies are not recorded (as with ``scalar_outputs="mean"``), or if the devices
+        compute no values (``emulate_devices(symbolic=True)``), only ``loss_weight`` is used.
+        Without it, the weights are the chunk sizes, and no warning is issued.
 
         Args:
             outputs: the value of the output on each replica, a 0-dim floating-point or complex
@@ -170,14 +175,15 @@ class Call:
 
         - A divisor is another number, or a mask has other values than 0 and 1: the output is not a
           masked mean, and the checks end.
-        - The masks select no entry, or all entries: the next call checks again.
-        - All chunks have the same size, and the masks select equally many entries in each: these
-          may be masks of features instead of samples. So return an empty list; the next call checks
-          again.
+        - The masks select no entry, or all entries: the output counts as a masked mean in this
+          call, and the next call checks again.
+        - All chunks have the same size, and the masks select equally many entries in each: the
+          masks may select features, the same ones for each sample. So the output does not count as
+          a masked mean in this call, and the next call checks again.
         - Otherwise, the output is a masked mean, and the checks end.
 
-        Until the checks end, a call in which no chunk has several samples checks nothing, and the
-        result is an empty list.
+        Until the checks end, a call whose chunks have at most one sample each checks nothing, and
+        the result is an empty list.
         """
         found, known = [*map(masked_mean_of, outputs)], self.history.masked
         masks = [own[-1] for own in found if own]
@@ -206,9 +212,9 @@ class Call:
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output is a single number, and not one row for each sample.
 
-        A 0-dim tensor is a number. A tensor with one entry may also be the row of a single sample.
-        So it is a number only if a chunk of the call has several samples, or if the output was
-        joined as a number in an earlier call.
+        A 0-dim tensor is a number. An output with one entry on each replica may also be the row of
+        a single sample. Such an output is a number only if a chunk of the call has several samples,
+        for which there would be several rows, or if an earlier call has joined it as a number.
 
         Args:
             tensor: the output of one replica.
@@ -239,12 +245,15 @@ class Call:
         """Find out by value whether an output is a multiple of a cross entropy.
 
         Return the ``Composition`` of the output, which is marked as unclear if the output is no
-        such multiple. A multiple of a summed cross entropy is also marked as unclear, unless the
-        sum is divided by 1 or by an argument. This method waits for the values of the output and of
-        the cross entropies. The comparison is needed because the losses of models in Hugging Face's
-        transformers are multiples of cross entropies, and a Trainer may evaluate before it trains.
-        In inference mode, only the value of an output shows that the output is a cross entropy (see
-        ``Counted.is_``).
+        such multiple. If the cross entropy is a sum, the factor of the multiple must be 1, or 1
+        divided by a tensor argument of the call, up to the sign. Any other factor may depend on the
+        chunk, so the output is marked as unclear, too. This method waits for the values of the
+        output and of the cross entropies.
+
+        The comparison is needed for Hugging Face's Trainer, which may evaluate before it trains:
+        the loss of a model may be a summed cross entropy that is divided by an argument. The
+        comparison is also needed in inference mode. Tensors have no version counters there, so only
+        the value of an output shows that it is a cross entropy (see ``Counted.is_``).
         """
         numbers: list[Any] = [t for t in nested.tensors(self.arguments[0]) if t.numel() == 1]
         for place, own in enumerate(rows):
@@ -261,7 +270,8 @@ class Call:
     def _path_of(self, divisors: Sequence[Any]) -> str:
         """Return the dotted path of the argument by which replicas divide, or "" if there is none.
 
-        For example, ``1.count`` is the path of the keyword argument ``count``.
+        The path leads to a value in the pair ``(args, kwargs)``. For example, ``1.count`` leads to
+        the keyword argument ``count``.
 
         Args:
             divisors: the tensor by which each replica divides, or a number or None. If a divisor is
@@ -326,10 +336,10 @@ class Call:
 
         A chunk is the part of the batch that a replica gets. In the first call of a function with
         chunks of different sizes, the autograd graphs of the outputs are searched for such
-        computations. Chunks of equal size do not show which dimensions are samples. So the first
-        call with such chunks only reads the targets of cross entropies, and warns if they are row
-        numbers, as in a contrastive loss. A call in which no output has an autograd graph does not
-        count as the first.
+        computations. Chunks of equal size do not show which dimensions are samples. So in the first
+        call with chunks of equal size, only the targets of cross entropies are read. If they are
+        the row numbers 0, 1, 2, ... in any order, as in a contrastive loss, a warning is issued. A
+        call in which no output has an autograd graph does not count as the first.
         """
         sizes, is_even = self.chunk_sizes, len({*self.chunk_sizes}) < 2
         key = self._code, is_even
