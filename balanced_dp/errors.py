@@ -70,7 +70,7 @@ class ReportError(BalancedDataParallelError, ValueError):
 
 
 class BalanceWarning(UserWarning):
-    """An argument or a call has no effect, or a result may not be that of the whole batch.
+    """An argument or a call has no effect, or a result might differ from that of the whole batch.
 
     The warning is issued in these cases:
 
@@ -78,8 +78,10 @@ class BalanceWarning(UserWarning):
       rounded up), so it has no effect.
     - ``torch.save(object, path)`` writes no file inside ``emulate_devices(symbolic=True)``, where
       tensors have no values.
-    - An output may differ from its value for the whole batch.
-    - An input may have one entry for each sample, but is not split between its entries.
+    - An output, such as a loss, might differ from the one that would be computed from the whole
+      batch at once.
+    - An input might not be split as intended. For example, a list as long as the batch is passed
+      whole to each device.
     """
 
 

@@ -19,8 +19,9 @@ Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, t
 def is_free_threaded_build() -> bool:
     """Return whether this is a free-threaded build of Python, even if its GIL is enabled.
 
-    In such a build, balanced_dp does not use reference counts to find out whether a replica is
-    still in use: an object has one count for the thread that created it, and another for all other
-    threads.
+    In such a build, balanced_dp makes new replicas for each call. In other builds, it reuses a
+    replica if the reference counts show that nothing else uses it. A free-threaded build has two
+    counts for each object, one for the thread that created it and one for all other threads, so
+    balanced_dp does not rely on them.
     """
     return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))

@@ -81,8 +81,8 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 def _default_device() -> str | None:
     """Return the emulated device on which factories create tensors, or None for torch's default.
 
-    The device is the ``default_device`` of the current ``Machine``. The result is None if no
-    ``emulate_devices`` context is open, if the machine has no default device, or if the script has
+    The script sets the device by ``torch.set_default_tensor_type``. The result is None if no
+    ``emulate_devices`` context is open, if the script has not set the device, or if the script has
     set torch's own default device, for example by ``torch.set_default_device``.
     """
     if not has_machine() or not current_machine().default_device:
@@ -95,10 +95,11 @@ def _default_device() -> str | None:
 def _stand_in(
     name: str, make: Callable[..., Any], is_instance: Callable[[Any], bool], **attributes: Any
 ) -> Any:
-    """Return a class that replaces one of torch's classes but never has instances itself.
+    """Return a class that replaces one of torch's classes, such as ``torch.device``.
 
-    A call of the class calls ``make``, and ``isinstance`` with the class calls ``is_instance``.
-    ``attributes`` become attributes of the class.
+    Calling the class returns the result of ``make``, which is an object of another class.
+    ``isinstance(x, stand_in)`` returns ``is_instance(x)``. ``attributes`` become attributes of the
+    class.
     """
     special = {
         "__call__": lambda cls, *args, **kwargs: make(*args, **kwargs),
@@ -224,10 +225,9 @@ class StorageOnDevice(torch.UntypedStorage):
 
 
 def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """Return a copy of the storage ``self`` that names an emulated device as its ``device``.
+    """Return a copy of the storage ``self`` as a ``StorageOnDevice``.
 
-    The argument ``device`` says which emulated device; None means the current device. If torch
-    creates a tensor for the copy, as ``torch.load`` does, the tensor is on the emulated device.
+    ``device`` is the emulated device of the copy; None means the current device.
     """
     machine = current_machine()
     moved = self.clone()
@@ -272,7 +272,7 @@ def patches_of_names(machine: Machine) -> list[Patches]:
 
 
 def _tensors() -> Patches:
-    """Return patches of tensor methods and classes that take a device or are about CUDA."""
+    """Return patches of tensor methods, ``torch.device``, ``torch.Generator`` and storages."""
     base, nn = torch._C.TensorBase, cast(Any, torch._C._nn)
     new = [name for name in vars(base) if name.startswith("new_")]
     return {
@@ -350,17 +350,17 @@ def _cuda_modules(machine: Machine) -> Patches:
 
 
 def _without_hardware(machine: Machine) -> Patches:
-    """Return patches of functions that would otherwise need a GPU or the values of gradients.
+    """Return patches by which torch works without a GPU: they turn off cuDNN, for example.
 
-    In symbolic mode, gradients have shapes but no values.
+    In symbolic mode, they also turn off ``GradScaler``, which reads the values of gradients.
     """
     backends: Any = torch.distributed.Backend.default_device_backend_map
     never = property(lambda self: None, lambda self, value: None)
     return {
         torch.multiprocessing: {"spawn": _refuse_to_spawn},
         torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
-        # A scaler skips the step if a gradient is not finite, and symbolic gradients have no
-        # values.
+        # A scaler skips the step if a gradient is not finite, and symbolic gradients have shapes
+        # but no values.
         torch.amp.GradScaler: {"_enabled": never} if machine.symbolic else {},
         # Otherwise each operator prints that it failed to record an event.
         torch.profiler.profiler._KinetoProfile: {"use_device": never},

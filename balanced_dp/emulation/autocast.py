@@ -86,7 +86,8 @@ def patches_of_autocast(device_type: str) -> Patches:
 def register_casts() -> list[torch.library.Library]:
     """Register the autocast kernels of emulated tensors, unless this was done before.
 
-    Torch removes the kernels when the returned libraries are deallocated.
+    Each call returns the libraries that hold the kernels. Torch would remove the kernels if these
+    libraries were deallocated, but the cache of this function keeps them.
     """
     library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, AUTOCAST_KEY.name)

@@ -66,9 +66,10 @@ class EmulatedDevices(list[torch.device]):
 
         The uses are parameter, buffer, gradient, optimizer state, input, activation, gathered
         output and other. Inputs are tensors that were copied from the CPU. Gathered outputs are
-        outputs that were copied from another device. Activations are the other results of operators
-        in the forward pass, the loss and the backward pass, except gradients of leaf tensors.
-        Tensors that ``torch.zeros`` and similar functions create count as "other".
+        outputs that were copied from another device. Gradients are the gradients of leaf tensors.
+        All other results of operators count as activations, whether they are computed in the
+        forward pass, in the loss or in the backward pass. Tensors that ``torch.zeros`` and similar
+        functions create, and temporary tensors of an optimizer's ``step``, count as "other".
 
         A tensor counts as a parameter if it is an ``nn.Parameter`` and an operator has used it, or
         if it is a copy of an ``nn.Parameter`` on another device.
@@ -97,10 +98,10 @@ def emulate_devices(
     Operators compute actual values, unless ``symbolic`` is true. An operator whose tensors are on
     different devices fails as it does on CUDA.
 
-    The memory of each device is counted to the byte. Each storage is counted once, until the last
-    tensor that uses it is freed. The size of a storage is rounded up to a multiple of 512 bytes, as
-    in CUDA's allocator. ``torch.get_device_module("lazy")`` provides functions that
-    ``torch.cuda`` has, such as ``max_memory_allocated``, for the emulated devices.
+    The memory of each device is counted to the byte. A storage that several tensors share is
+    counted only once, until the last of these tensors is freed. The size of a storage is rounded up
+    to a multiple of 512 bytes, as in CUDA's allocator. ``torch.get_device_module("lazy")`` provides
+    functions that ``torch.cuda`` has, such as ``max_memory_allocated``, for the emulated devices.
 
     Inside the context, ``nn.Module.to`` keeps the ``nn.Parameter`` objects, as on CUDA, so tied
     weights stay tied. But a parameter may be replaced if a view, a weak reference or an autograd
@@ -132,8 +133,9 @@ def emulate_devices(
             function or class that the emulation needs.
 
     Warns:
-        ResourceWarning: tensors on the devices still exist when the context ends without an
-            exception. Using such a tensor later raises ``EmulationError``.
+        ResourceWarning: tensors on the devices still exist at the end of the ``with`` block. Using
+            such a tensor later raises ``EmulationError``. If an exception ends the block, there is
+            no warning.
 
     Examples:
         >>> with emulate_devices(2, memory="1MiB") as devices:

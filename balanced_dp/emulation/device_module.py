@@ -1,8 +1,8 @@
 """The device module of emulated devices, ``torch.get_device_module("lazy")``.
 
-It provides functions that ``torch.cuda`` has, for the devices of the open ``emulate_devices``
-context. As in ``torch.cuda``, a device is an int, a string, a ``torch.device``, or None for the
-current device.
+It provides functions that ``torch.cuda`` has, and ``memory_breakdown``, for the devices of the open
+``emulate_devices`` context. As in ``torch.cuda``, a device is an int, a string, a ``torch.device``,
+or None for the current device.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 def memory_breakdown(device: Device = None) -> MemoryBreakdown:
     """Return the bytes on the device for each use of memory, such as "activation".
 
-    The result has the bytes allocated now, and those allocated when the peak was reached.
-    This function has no counterpart in torch's own ``torch.cuda``.
+    The result has the bytes allocated now, and those allocated when the peak was reached. For GPUs,
+    ``torch.cuda`` has no such function.
     """
     return ledger_of(device).breakdown()
 

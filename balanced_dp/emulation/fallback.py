@@ -33,9 +33,9 @@ def training_devices(
 
     With ``num_devices=3``, for example, provide the first three GPUs, or three emulated devices if
     there are fewer than three GPUs. With ``num_devices=None``, provide all GPUs, or four emulated
-    devices if there are fewer than two GPUs. Here, a GPU is an accelerator of any type except MPS,
-    which has a single device. Inside an ``emulate_devices`` context, the devices of that context
-    take the place of the GPUs.
+    devices if there are fewer than two GPUs. Every accelerator counts as a GPU here, except MPS,
+    because MPS has only one device. Inside an ``emulate_devices`` context, the devices of that
+    context take the place of the GPUs.
 
     Emulated devices cannot be used after the ``with`` block. Copy tensors that are needed later to
     the CPU.
@@ -55,7 +55,9 @@ def training_devices(
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.
-        EmulationError: devices would be emulated inside another ``emulate_devices`` context.
+        EmulationError: inside an ``emulate_devices`` context, ``emulate`` is true or the context
+            has too few devices; or the installed torch lacks a function or class that the emulation
+            needs.
 
     Examples:
         >>> with training_devices(2) as devices:

@@ -40,7 +40,8 @@ aten = torch.ops.aten
 def register_kernels() -> torch.library.Library:
     """Register the kernels of this file with torch's dispatcher, unless this was done before.
 
-    Torch removes the kernels when the returned library is deallocated.
+    Each call returns the library that holds the kernels. Torch would remove the kernels if this
+    library were deallocated, but the cache of this function keeps it.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
@@ -171,11 +172,11 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
     - If the running operator makes gradients of leaf tensors, the copy is labelled as a gradient.
       If the label of ``source`` is provisional ("activation" or "other"), ``source`` is labelled as
       a gradient, too.
-    - Otherwise, a copy on the same device is labelled like the result of any operator, for example
-      as an activation.
-    - A copy on another device keeps the label of ``source`` if that label is not provisional.
-    - If the label of ``source`` is provisional, a copy on another device is labelled like the
-      result of any operator during a backward pass, and as a gathered output at other times.
+    - Otherwise, a copy on the same device gets the label of the running operator's results, for
+      example "activation".
+    - Otherwise, a copy on another device keeps the label of ``source``, unless this label is
+      provisional. If it is provisional, then during a backward pass, the copy gets the label of the
+      running operator's results. At other times, the copy is labelled as a gathered output.
     """
     label = label_of_results(machine)
     if label is Label.GRADIENT:
@@ -196,10 +197,10 @@ def _add(self: Any, other: Any, **kwargs: Any) -> Any:
     """Add two tensors. A sum of gradients takes no extra memory if it takes none on CUDA.
 
     On CUDA, autograd's engine adds gradients in place unless other tensors share their memory. Here
-    the engine adds gradients out of place, because they are instances of a tensor subclass. So when
-    the engine would add in place on CUDA, the memory of the sum does not count toward the peak
-    until the ledger of the device is used again. By then, the engine has usually freed the
-    gradients that were added.
+    the engine adds gradients out of place, because they are instances of a tensor subclass. So for
+    a moment, the sum exists together with the gradients that were added. If the engine would add in
+    place on CUDA, the sum counts toward the peak only from the next call of a method of the
+    device's ``DeviceLedger``. By then, the engine has usually freed the gradients.
     """
     thread = current_machine().thread
     thread.is_adding_gradients = (
@@ -256,9 +257,9 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
-    """Compute the CTC loss, after reading the lengths of the sequences on the CPU.
+    """Compute the CTC loss, with the lengths of the sequences as lists and not as tensors.
 
-    Torch's operator reads the lengths itself if they are plain tensors, but not if they are
+    Torch's operator converts the lengths itself if they are plain tensors, but not if they are
     instances of a tensor subclass.
     """
     # If blank, reduction and zero_infinity have their defaults, the dispatcher leaves them out.
@@ -347,8 +348,8 @@ def _attend(
 def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
     """Run an LSTM, a GRU or an RNN: the operator ``func(input, states, weights, *options)``.
 
-    If the layer has dropout (``options[2]``) or autocast is on, its time steps run one after
-    another, as separate operators.
+    All time steps run in one kernel. But if the layer has dropout (``options[2]`` is not 0) or
+    autocast is on, the time steps run one after another, as separate operators.
     """
     (inputs, spec), weights, options = tree_flatten(args[:3]), args[2], args[3:]
     if options[2] or torch.is_autocast_enabled(args[0].device.type):
@@ -371,8 +372,8 @@ class _Fused(torch.autograd.Function):
     The backward pass computes the operator again to get the gradients.
 
     Args:
-        func: the operator, which is named in error messages.
-        run: function that computes the outputs of the operator on the CPU.
+        func: the operator. It is not called; only error messages name it.
+        run: function that is called instead, and computes the operator's outputs on the CPU.
         num_kept: how many numbers the fused kernel saves for the backward pass, in addition to the
             inputs and the output.
         inputs: the inputs of the operator, each a tensor or None.

@@ -1,15 +1,19 @@
 """Bookkeeping of the memory of each emulated device, to the byte. This file does not use torch.
 
 A ``DeviceLedger`` records the memory of one device. It has one ``Block`` for each storage on the
-device. The storage holds the only reference to an ``Allocation``, which refers to the block. When
-the storage is deallocated, so is the allocation, and the block leaves the ledger. Python's
-reference counting is enough for this, so memory is freed without the garbage collector.
+device. Each storage refers to an ``Allocation``, an object that frees the block when it is
+deallocated. Nothing else refers to the allocation, so it is deallocated together with the storage.
+Python's reference counting is enough for this, so memory is freed without the garbage collector.
 
 Each block has a label, which says what the memory is used for. The label may change while the block
 is allocated: for example, a tensor becomes a gradient only after it was computed. So the bytes for
-each label at the peak are not stored when the peak is reached. They are computed on request, from
-the blocks that existed at the peak. A block existed at the peak if it was allocated before the peak
-(its ``number`` is at most ``_peak_number``) and was not freed before the peak.
+each label at the peak are not stored when the peak is reached. They are computed on request, as the
+sum of two parts:
+
+- The blocks that were allocated at the peak and still are. In each of them, ``number`` is at most
+  ``_peak_number``, the number of the last block that was allocated up to the peak.
+- The blocks that were allocated at the peak and have been freed since. The ledger does not keep
+  these blocks, but ``_freed_since_peak`` keeps their bytes for each label.
 """
 
 from __future__ import annotations
@@ -64,8 +68,9 @@ class MemoryBreakdown:
     Attributes:
         now: the bytes allocated now, for each use. Their sum is what ``memory_allocated`` returns.
         peak: the bytes that were allocated for each use when the peak of memory was reached. Their
-            sum is ``torch.get_device_module("lazy").max_memory_allocated``. If emulated devices are
-            named "cuda", ``torch.cuda.reset_peak_memory_stats`` does not reset this peak.
+            sum is what ``torch.get_device_module("lazy").max_memory_allocated`` returns. A script
+            that calls ``torch.cuda.reset_peak_memory_stats`` does not reset this peak, but only the
+            peak that ``torch.cuda.max_memory_allocated`` returns.
     """
 
     now: dict[str, int]
@@ -117,12 +122,14 @@ class DeviceLedger:
         Args:
             num_bytes: the size of the block before rounding.
             label: what the memory is used for.
-            marks_peak: whether the block must fit, and counts toward the peak immediately. If
-                false, the block may exceed the limit, and it counts toward the peak only if it is
-                still allocated when a method of this ledger is called the next time.
+            marks_peak: if true, the block counts toward the peak immediately, and an exception is
+                raised if the block does not fit. If false, the block may exceed the limit, and it
+                counts toward the peak from the next call of a method of this ledger, unless it is
+                freed before that call.
 
         Raises:
-            Exception: the block does not fit. ``out_of_memory`` returns the exception.
+            Exception: ``marks_peak`` is true and the block does not fit. ``out_of_memory`` returns
+                the exception.
         """
         size = round_up(num_bytes)
         with self._lock:
@@ -166,7 +173,7 @@ class DeviceLedger:
             self._mark_peak()
 
     def reset_script_peak(self) -> None:
-        """Reset ``script_peak_bytes`` to the bytes allocated now."""
+        """Reset the peak that ``torch.cuda`` reports to scripts to the bytes allocated now."""
         with self._lock:
             self._free_blocks()
             self.script_peak_bytes = self._allocated_bytes
@@ -181,8 +188,12 @@ class DeviceLedger:
     def statistics(self, peak_bytes: int) -> dict[str, int]:
         """Return the bytes allocated now, at the peak and in total, and the bytes freed.
 
-        The keys are those of ``torch.cuda.memory_stats``: current, peak, allocated and freed. The
-        value of "peak" is ``peak_bytes``.
+        The keys are "current", "peak", "allocated" and "freed", with which the keys of
+        ``torch.cuda.memory_stats`` end (for example, "allocated_bytes.all.current").
+
+        Args:
+            peak_bytes: the value for "peak". The caller chooses one of the two peaks, the attribute
+                ``peak_bytes`` or ``script_peak_bytes``.
         """
         now, total = self.allocated_bytes, self.total_bytes
         return {"current": now, "peak": peak_bytes, "allocated": total, "freed": total - now}

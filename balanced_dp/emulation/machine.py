@@ -136,7 +136,8 @@ class Machine:
         Args:
             index: the index of the device.
             storage: the storage. Its attribute ``_allocation`` is set to the new ``Allocation``.
-            label: what the memory is used for. A storage that already has memory keeps its label.
+            label: what the memory is used for. If the storage already has memory, it keeps its
+                label, even if it gets memory of another size.
 
         Raises:
             torch.OutOfMemoryError: the storage does not fit on the device.
@@ -229,7 +230,10 @@ def has_machine() -> bool:
 
 @contextmanager
 def make_current(machine: Machine) -> Iterator[None]:
-    """Let ``current_machine`` return ``machine`` inside a ``with`` block, then close ``machine``.
+    """Context manager in which ``current_machine`` returns ``machine``.
+
+    At the end of the ``with`` block, ``machine`` is closed: tensors on its devices can no longer be
+    used.
 
     Raises:
         EmulationError: another ``emulate_devices`` context is open.
@@ -250,9 +254,9 @@ def make_current(machine: Machine) -> Iterator[None]:
 
 
 def is_emulated(device: torch.device) -> bool:
-    """Return whether ``device`` is a device of the open ``emulate_devices`` context.
+    """Return whether ``device`` has the device type of the open ``emulate_devices`` context.
 
-    Return False if no context is open. Only the type of ``device`` is compared, not the index.
+    The index of ``device`` is not checked. If no context is open, the result is False.
     """
     return has_machine() and device.type == current_machine().device_type
 

@@ -129,7 +129,9 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def _swap_data(parameter: Any, other: torch.Tensor) -> None:
     """Swap two tensors, but let ``parameter`` keep its attributes and hooks.
 
-    On CUDA, ``Module.to`` assigns to ``parameter.data``, which keeps the attributes and hooks, too.
+    While an ``emulate_devices`` context is open, ``Module.to`` calls this function in place of
+    ``torch.utils.swap_tensors``, which would swap the attributes and hooks, too. On CUDA, a
+    parameter keeps them, because there ``Module.to`` assigns to ``parameter.data``.
     """
     attributes = {k: v for k, v in vars(parameter).items() if k not in ("_elem", "_machine")}
     hooks = {name: getattr(parameter, name) for name in _HOOKS}
@@ -145,7 +147,8 @@ def _no_files() -> Patches:
 
     The patches are for symbolic mode, in which tensors have shapes but no values. Without these
     patches, saving a tensor that has no values would fail after the file has been emptied. If
-    ``torch.save`` gets a file object and not a path, it still writes.
+    ``torch.save`` gets a file object and not a path, it is not changed: it saves tensors that have
+    values, and raises ``SymbolicValueError`` for the others.
     """
     save = torch.save
 

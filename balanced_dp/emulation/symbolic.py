@@ -49,7 +49,7 @@ class UnknownStorage(torch.UntypedStorage):
     """A storage that has no data but reports a unique address, which safetensors reads."""
 
     def data_ptr(self) -> int:
-        """Return a number that differs from the number of every other storage."""
+        """Return a number that stands for the address; no other storage has the same number."""
         return self._cdata  # type: ignore[no-any-return]
 
 
@@ -57,9 +57,9 @@ class SymbolicOperator:
     """A callable that runs one of torch's operators in symbolic mode.
 
     In symbolic mode, tensors may have shapes but no values. If the values of all arguments are
-    known, the operator computes values. If not, it computes only shapes. For an operator that reads
-    only the shape of its argument, such as ``zeros_like``, the dtype of the result decides: if it
-    is floating-point or complex, the operator computes only shapes, otherwise values.
+    known, the operator computes values. If not, it computes only shapes. Operators that read only
+    the shape of their argument, such as ``zeros_like``, are an exception: they compute values if
+    the dtype of the result is an integer dtype or bool, and otherwise only shapes.
 
     Torch computes many shapes in Python, which is slow, and the same shapes occur again in other
     layers of the model and in later training steps. So for most operators, the shapes are computed
@@ -86,7 +86,10 @@ class SymbolicOperator:
         self.make_outputs: dict[Any, _MakeOutputs] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator, or create its outputs without running it if their shapes are known.
+        """Return the outputs of the operator.
+
+        If an earlier call has found the layouts of the outputs, they are created without running
+        the operator.
 
         Raises:
             SymbolicValueError: the operator needs values that are not known, or would write unknown
@@ -164,9 +167,9 @@ _MAX_KEYS = 2**12
 def _key(values: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Return a dictionary key for ``values``, the arguments of an operator.
 
-    Tensors among the values are also appended to ``tensors``. For each tensor, the key contains the
-    sizes, the strides, the dtype and whether the values are known. For each other argument, it
-    contains the type and the value.
+    Tensors among the arguments are also appended to ``tensors``. For each tensor, the key contains
+    the sizes, the strides, the dtype and whether it is a meta tensor, which has no values. For each
+    other argument, the key contains the type and the value.
     """
     key: list[Any] = []
     for value in values:
@@ -190,9 +193,11 @@ def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _
 
     A layout is the sizes, the strides and the dtype of a tensor. Return None if ``out`` contains a
     value that cannot be created from a layout alone, such as a tensor whose values are known, or a
-    view of an input. To find views, ``storages`` contains a number that identifies the storage of
-    each tensor in ``inputs``. The numbers of new storages in ``out`` are appended, so that outputs
-    that share a storage are found, too.
+    view of an input.
+
+    ``storages`` lists the storage of each tensor in ``inputs``, as a number. An output whose
+    storage is in this list is a view of an input, or an input itself. The numbers of new storages
+    in ``out`` are appended to the list, so that outputs that share a storage are found, too.
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]

@@ -3,8 +3,11 @@
 ``EmulatedTensor.__torch_dispatch__`` intercepts every operator after autograd has handled it, so
 torch itself takes care of gradients, hooks and views. ``__torch_dispatch__`` checks that all
 tensors are on one device, runs the operator on the wrapped CPU tensors, and records the memory of
-the results in the ledger of the device. Symbolic mode keeps only the shapes of floating-point
-tensors. There, a wrapped tensor whose values are not known is on torch's ``meta`` device.
+the results in the ledger of the device.
+
+In symbolic mode, floating-point and complex tensors have shapes but no values. A tensor of another
+dtype has no values, either, if computing it would need such values. An emulated tensor without
+values wraps a tensor on torch's ``meta`` device and not on the CPU.
 """
 
 from __future__ import annotations
@@ -58,7 +61,10 @@ _torch_data: Any = torch.Tensor.data
 
 
 class EmulatedTensor(torch.Tensor):
-    """A tensor on an emulated device, as factories of torch and ``.to("lazy:0")`` return it."""
+    """A tensor on an emulated device, for example ``torch.zeros(3, device="lazy:0")``.
+
+    "lazy" is the device type of emulated devices.
+    """
 
     _elem: torch.Tensor
     """The wrapped tensor, which holds the data of this tensor and has its shape and strides.
@@ -158,9 +164,9 @@ class EmulatedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle this tensor as a CPU tensor, so that checkpoints load without emulated devices.
 
-        If emulated devices are named "cuda", ``torch.save`` writes a location such as "cuda:0" into
-        the file. On a machine without a GPU, ``torch.load`` then needs ``map_location``, as for
-        CUDA tensors.
+        Emulated devices named "cuda" are an exception: ``torch.save`` writes a location such as
+        "cuda:0" into the file, as for CUDA tensors. On a machine without a GPU, ``torch.load`` then
+        needs ``map_location``.
 
         Raises:
             SymbolicValueError: the values of this tensor are not known.
@@ -287,8 +293,9 @@ class Wrapped:
     def unwrap(self, value: Any, refused_cpu_dims: float = 1) -> Any:
         """Return ``value`` with each emulated tensor replaced by the tensor that it wraps.
 
-        A CPU tensor with ``refused_cpu_dims`` or more dimensions counts as a tensor on the wrong
-        device. After such a tensor has been unwrapped, the property ``index`` raises an error.
+        Other tensors are kept as they are. But a CPU tensor with ``refused_cpu_dims`` or more
+        dimensions counts as a tensor on another device, so the property ``index`` then raises an
+        error.
         """
         if isinstance(value, EmulatedTensor):
             elem = elem_of(value)
@@ -402,8 +409,8 @@ def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     """Return the CPU or meta tensor that ``tensor`` wraps.
 
-    If ``tensor`` is an ``nn.Parameter`` whose memory has a label in ``NOT_STATE``, such as
-    "activation", the label becomes "parameter".
+    As a side effect, if ``tensor`` is an ``nn.Parameter``, its memory is labelled as a parameter,
+    unless it is already labelled as a buffer, as a gradient or as optimizer state.
 
     Raises:
         EmulationError: the ``emulate_devices`` context in which ``tensor`` was created has ended.
@@ -437,7 +444,7 @@ def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL
 
 
 def _refused_cpu_dims(argument: torch.Argument) -> float | None:
-    """Return the number of dimensions from which a CPU tensor is refused as ``argument``.
+    """Return the smallest number of dimensions with which a CPU tensor is refused as ``argument``.
 
     ``argument`` belongs to the schema of an operator on emulated tensors. The result is usually 1:
     as on CUDA, a 0-dimensional CPU tensor is accepted as a number. The result is 0, so that all CPU
