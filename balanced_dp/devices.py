@@ -110,12 +110,16 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
         device: the device of the stream.
         purpose: the kind of work that is launched on the stream:
 
-            - ``"weights"``: copies of weights to or from ``device``.
-            - ``"copies"``: copies of inputs to ``device``, and of gradients from ``device``.
-            - another device: copies of gradients from that device to ``device``. Each source has
-              its own stream on ``device``, so that copies from different sources do not wait for
-              each other.
+            - ``"weights"``: copies of parameters and buffers to or from ``device``.
+            - ``"copies"``: copies of inputs from the CPU to ``device``, and of gradients that
+              leave ``device``.
+            - another device: copies of gradients that arrive on ``device`` from that other device.
+              Each source has its own stream on ``device``, so that copies from different sources
+              do not wait for each other.
             - ``device`` itself: the addition of the gradients that have arrived on ``device``.
+
+            So a copy of gradients uses a stream of each of its two devices: the source's stream
+            ``"copies"``, and the destination's stream for this source.
     """
     if (device, purpose) not in _streams:  # setdefault: two threads may make one at the same time
         _streams.setdefault((device, purpose), torch.get_device_module(device).Stream(device))

@@ -31,8 +31,9 @@ def parse_capacities(
     Args:
         memory: the value of ``--memory``: one size for all devices, or a list with a size for each
             device, separated by commas.
-        num_devices: the value of ``--devices``. If it is None and ``memory`` is one size, the
-            devices are all GPUs, or four emulated devices.
+        num_devices: the value of ``--devices``. If it is None and ``memory`` is one size, the size
+            is that of each GPU if there are two or more GPUs and ``emulate`` is False. Otherwise,
+            it is the size of each of four emulated devices.
         emulate: whether to emulate devices even if there are GPUs.
 
     Raises:

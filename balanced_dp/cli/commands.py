@@ -86,8 +86,10 @@ def run(
     """Run a training script, and show which gpu0_bsz is best for it.
 
     Runs on all GPUs of this machine if it has two or more. Otherwise, or with --memory, it runs on
-    emulated GPUs, which the script sees as CUDA devices. A script that needs more than --memory
-    still runs there. nn.DataParallel becomes BalancedDataParallel. If the script uses
+    emulated GPUs, which the script sees as CUDA devices. Emulated GPUs do not run out of memory,
+    even if the script needs more than --memory.
+
+    In the script, nn.DataParallel becomes BalancedDataParallel. If the script uses
     BalancedDataParallel itself, --gpu0-bsz replaces its gpu0_bsz. The report goes to stderr.
     """
     from . import console

@@ -96,7 +96,8 @@ def as_json(record: Any, indent: int | None = 2) -> str:
 def show(report: Report, json_file: Path | None, html: Path | None, stderr: bool = False) -> None:
     """Write a report to files, and print it as text and tables.
 
-    If the JSON or the HTML goes to stdout, the text and the tables are not printed.
+    If the JSON or the HTML goes to stdout, the text and the tables are not printed, even if
+    ``stderr`` is True.
 
     Args:
         report: the report.

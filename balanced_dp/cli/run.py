@@ -48,8 +48,8 @@ def run_and_measure(
         script: the file of the script, or the name of a module if ``is_module``.
         script_arguments: the command line of the script.
         is_module: whether to run a module, as ``python -m`` does.
-        gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
-            the most samples that device 0 gets, as in ``Loop``.
+        gpu0_bsz: as in ``Loop``: ``"auto"`` searches for the best value, None means the even split,
+            and an integer is the most samples that device 0 gets.
         num_devices: number of devices. None means all GPUs if there are two or more, otherwise four
             emulated devices. It is ignored if ``capacities`` is given.
         capacities: capacity of each emulated device in bytes. A script that needs more still runs.

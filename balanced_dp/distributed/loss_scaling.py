@@ -34,8 +34,8 @@ class TotalCount:
     def wait(self) -> Tensor:
         """Wait for the counts of all ranks, and return their sum as a 0-dim float64 tensor.
 
-        If NCCL is the only backend of the group, the sum is on a device, and this device waits
-        instead of the host.
+        The sum is on the CPU if the group has a backend for the CPU, such as gloo. With NCCL alone,
+        the sum is on this rank's GPU. Then the GPU, not the host, waits for the counts.
 
         Raises:
             RuntimeError: a rank did not report its count within the group's timeout. With NCCL,
@@ -81,10 +81,11 @@ def scale_loss(
     multiply the scaled loss by this number.
 
     If ``count`` is 0, the scaled loss and its gradients are 0, even if ``loss`` is NaN. To make the
-    gradients 0, each inner node of the loss's autograd graph gets a hook. If all gradients that the
-    node receives are 0, the hook replaces the gradients that it sends on with zeros. The nodes
-    inside a reentrant checkpoint get no hooks. So if 0 is divided by 0 inside such a checkpoint,
-    gradients are still NaN.
+    gradients 0, each inner node of the loss's autograd graph gets a hook. If all gradients that
+    reach the node in the backward pass are 0, the gradients that the node computes from them should
+    be 0, but may be NaN (0 / 0, for example). The hook replaces them with zeros. The nodes inside a
+    reentrant checkpoint get no hooks. So if 0 is divided by 0 inside such a checkpoint, gradients
+    are still NaN.
 
     Args:
         loss: this rank's mean over its ``count`` samples or tokens, a tensor of one element and
@@ -101,16 +102,18 @@ def scale_loss(
             ``total`` is a result of ``count_all_ranks``, the group given there is used instead.
 
     Raises:
-        ArgumentError: ``count`` is higher than ``total``. This is not checked if the ranks add up
-            their counts and NCCL is the only backend of the group, because the sum is then on a
-            device.
+        ArgumentError: ``count`` is higher than ``total``. If ``total`` is None or a result of
+            ``count_all_ranks``, and NCCL is the group's only backend, this is not checked: the sum
+            is then on a device, and reading it would make the host wait.
         RuntimeError: a rank did not report its count within the group's timeout.
         ValueError: there is no process group.
 
     Source:
-        With the count n_r and the loss loss_r of rank r, the mean over all ranks of
-        world_size * n_r / sum(n) * loss_r is sum(n_r * loss_r) / sum(n).
-        ``DistributedDataParallel`` divides the sum of the gradients by the world size:
+        Let rank r have the count n_r and the loss loss_r. Its scaled loss is
+        world_size * n_r / sum(n) * loss_r. The mean of the scaled losses over all ranks is
+        sum(n_r * loss_r) / sum(n), which is the mean loss of the whole batch.
+        ``DistributedDataParallel`` takes this mean: it divides the sum of the gradients by the
+        world size.
         https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
     own = float(count)
@@ -146,14 +149,15 @@ def _keep_zero_gradients(loss: Tensor) -> None:
 
 
 def _zeros_of_zeros(inputs: Any, outputs: Any) -> tuple[Tensor | None, ...] | None:
-    """Return zeros as the gradients that a node sends on if it has received only zeros.
+    """Return zeros to replace the gradients that a node has computed from zeros only.
 
-    Otherwise, return None, so that the gradients do not change. A node may receive other gradients
-    than zeros if another loss uses the node, too.
+    These gradients may be NaN, since the backward of a node may compute 0 / 0 or 0 * inf. If the
+    node has received other gradients than zeros, which happens if another loss uses the node, too,
+    return None. Then the computed gradients do not change.
 
     Args:
-        inputs: the gradients that the node sends on: those of its inputs in the forward pass.
-        outputs: the gradients that the node has received: those of its outputs.
+        inputs: the gradients that the node has computed, with respect to its forward inputs.
+        outputs: the gradients that the node has received, with respect to its forward outputs.
     """
     if any(bool(gradient.abs().sum()) for gradient in outputs if gradient is not None):
         return None

@@ -34,8 +34,14 @@ def split_ranks(
     With ``rank0_bsz`` alone, rank 0 gets at most ``rank0_bsz`` samples, and the rest is divided
     evenly over the other ranks. With ``weights``, chunk sizes are in proportion to the weights.
     With ``capacities``, chunk sizes are in proportion to the memory that is left on each rank's
-    device after ``fixed_bytes``. To find ``fixed_bytes``, measure the peaks of two chunk sizes with
+    device after ``fixed_bytes``. If ``rank0_bsz`` is given together with ``weights`` or
+    ``capacities``, and rank 0 would get more than ``rank0_bsz`` samples, it gets ``rank0_bsz``, and
+    the rest is divided over the other ranks in proportion.
+
+    To find ``fixed_bytes``, measure the peaks of two chunk sizes with
     ``balanced_dp.tuning.step.measure_step`` on one emulated device, and extrapolate to 0 samples.
+    Add the bytes of what this measurement does not contain: the buckets of
+    ``DistributedDataParallel``, which are as large as the gradients, and the CUDA context.
 
     Examples:
         >>> split_ranks(32, 4, rank0_bsz=2)
@@ -50,7 +56,7 @@ def split_ranks(
         rank0_bsz: maximum chunk size of rank 0, at least 0.
         weights: one number for each rank, at least 0 and not all 0.
         capacities: memory of each rank's device in bytes.
-        fixed_bytes: memory in bytes that each device needs for any chunk size: for parameters,
+        fixed_bytes: memory in bytes that each device needs even without samples: for parameters,
             gradients, DistributedDataParallel's buckets, optimizer state and the CUDA context.
 
     Raises:
@@ -58,7 +64,8 @@ def split_ranks(
             also raised if ``rank0_bsz``, ``weights`` and ``capacities`` are all missing, or if both
             ``weights`` and ``capacities`` are given. Other reasons are that the number of weights
             or capacities is not ``world_size``, that a device has no memory left after
-            ``fixed_bytes``, and that ``rank0_bsz`` leaves samples to ranks whose weights are all 0.
+            ``fixed_bytes``, and that ``rank0_bsz`` leaves samples for the other ranks, but their
+            weights are all 0.
         ArgumentTypeError: an argument other than ``weights`` is not an integer.
         ValueError: ``world_size``, ``weights`` and ``capacities`` are all missing, and there is no
             process group.
@@ -121,7 +128,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         drop_last: whether to drop a smaller last batch.
 
     Attributes:
-        epoch: the epoch of the next iteration over the sampler. It is 0 at first, and is set by
+        epoch: the epoch of the next pass over the sampler. It is 0 at first, and is set by
             ``set_epoch`` and ``load_state_dict``.
 
     Raises:
@@ -164,9 +171,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"batch_size={batch_size}, got {found[0]} sizes with the sum {found[1]}"
             )
         self.epoch = 0
-        # The number of samples of the epoch before the first batch of the next iteration, the same
-        # number for the current iteration, and the number of batches that the current iteration
-        # has yielded.
+        # The number of samples of the epoch before the first batch of the next pass, the same
+        # number for the current pass, and the number of batches that the current pass has yielded.
         self._next_start = self._start = self._num_yielded = 0
 
     def __len__(self) -> int:
@@ -192,11 +198,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             yield batch.split(list(sizes))[self.rank].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, which determines the order of the samples.
+        """Set the epoch of the next pass, which determines the order of the samples.
 
         Call this method before each epoch, with the same epoch on all ranks. If a state of this
-        epoch was loaded by ``load_state_dict``, the next iteration resumes at the position in that
-        state. If not, the next iteration begins with the first batch.
+        epoch was loaded by ``load_state_dict``, the next pass resumes at the position in that
+        state. If not, the next pass begins with the first batch.
         """
         if epoch != self.epoch:
             self._next_start = self._start = self._num_yielded = 0
@@ -209,15 +215,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
         loaded with another number of ranks, other chunk sizes and another batch size.
 
         Args:
-            num_batches: number of batches used in training since the current iteration of the
-                sampler began, as counted by ``enumerate(loader, 1)``. In a resumed iteration,
+            num_batches: number of batches that the training loop has used in the current pass over
+                the ``DataLoader``, as counted by ``enumerate(loader, 1)``. In a resumed pass,
                 batches from before the resumption do not count. The default is the number of
-                batches that the sampler has yielded. This default is too high for a ``DataLoader``
-                with workers, since workers fetch batches in advance.
+                batches that the sampler has yielded in the current pass. This default is too high
+                for a ``DataLoader`` with workers, since workers fetch batches in advance.
 
         Raises:
             ArgumentError: ``num_batches`` is negative, or higher than the number of batches that
-                the sampler has yielded.
+                the sampler has yielded in the current pass.
         """
         if num_batches is None:
             num_batches = self._num_yielded
@@ -231,7 +237,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return position | {name: getattr(self, name) for name in _ORDER}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state, so that the next iteration resumes at the position of the state.
+        """Load a state, so that the next pass resumes at the position of the state.
 
         Args:
             state: a result of ``state_dict``.

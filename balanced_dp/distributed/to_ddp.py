@@ -29,24 +29,25 @@ def convert(
     But if it has state, and the module is moved to another device, the state must be moved, too:
     ``optimizer.load_state_dict(optimizer.state_dict())``.
 
-    For chunks of different sizes, the averaged gradients are those of the whole batch if
-    ``scale_loss`` is applied to the loss. ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)``
-    returns the chunk sizes for any number of ranks. Outputs are not gathered: each rank has the
-    outputs of its own samples.
+    If the ranks have chunks of different sizes, apply ``balanced_dp.distributed.scale_loss`` to the
+    loss of each rank. Then the averaged gradients are those of the whole batch.
+    ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)`` returns the chunk sizes for any number of
+    ranks. Outputs are not gathered: each rank has the outputs of its own samples.
 
     Args:
         model: the model to convert.
         device: the device of this rank. The default is the entry of ``model.devices`` whose index
             is torchrun's ``LOCAL_RANK``; without ``LOCAL_RANK``, the index is the global rank. If
-            all entries are the same device, the default is this device. If ``model.device_ids`` is
-            empty, the module stays on its device by default.
+            all entries are the same device, this device is the default for any index, even for an
+            index beyond the end of the list. If ``model.device_ids`` is empty, as it is by default
+            on a machine without accelerators, the module stays on its device.
         **ddp_arguments: arguments of ``DistributedDataParallel``. Two of them have other defaults
             than in torch: ``gradient_as_bucket_view=True``, which avoids a copy of the gradients,
             and, on an accelerator, ``device_ids=[device]``, which moves inputs to the device.
 
     Raises:
-        ArgumentError: ``device`` is None, and the local rank (or, without ``LOCAL_RANK``, the
-            global rank) is not an index of ``model.devices``.
+        ArgumentError: ``device`` is None, ``model.devices`` contains different devices, and the
+            local rank (or, without ``LOCAL_RANK``, the global rank) is not an index of this list.
         ValueError, RuntimeError: raised by ``DistributedDataParallel``, for example if there is no
             process group or no parameter requires a gradient.
     """

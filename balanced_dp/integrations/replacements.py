@@ -38,8 +38,10 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     block, and it stays replaced after the block.
 
     Args:
-        loop: the object that splits the batches of all instances of ``BalancedDataParallel``
-            without ``device_weights``, including instances that the script creates itself.
+        loop: each ``BalancedDataParallel`` that is created in the block, also by the script itself,
+            is passed to ``loop.adopt``. If it has the devices of ``loop``, then ``loop`` splits its
+            batches. Instances with ``device_weights`` are not passed, and split their batches
+            themselves.
 
     Yields:
         A list of the places at which the script wraps a model. When the script wraps a model at a
@@ -76,7 +78,10 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
 
 
 class _Meta(type):
-    """A metaclass that makes ``isinstance(model, DataParallel)`` true for torch's class, too."""
+    """A metaclass with which all instances of torch's class count as instances of its replacement.
+
+    So ``isinstance(model, nn.DataParallel)`` has the same result as without the replacement.
+    """
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type.__instancecheck__(_TORCHS if cls is DataParallel else cls, instance)
@@ -97,13 +102,14 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 
 
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
-    """Return the spec of ``transformers.trainer``, changed so that its ``Trainer`` is balanced.
+    """Return the import spec of ``transformers.trainer``, changed so that trainers are balanced.
 
     For any other module, return None. This function is the ``find_spec`` of a finder in
-    ``sys.meta_path``. If the script creates a trainer of a class C after the import, the trainer is
-    an instance of a new class. The new class has the name of C, and its bases are
-    ``BalancedTrainer`` and C. The report of ``balanced-dp run`` suggests a class with these bases.
-    Trainers of classes that the script itself derives from ``BalancedTrainer`` stay as they are.
+    ``sys.meta_path``. An import with the changed spec executes the module, and then replaces
+    ``Trainer.__new__``. Let C be ``Trainer`` or a subclass. If the script calls C, the new method
+    returns an instance of a new class, which has the name of C and the bases ``BalancedTrainer``
+    and C. The report of ``balanced-dp run`` suggests a class with these bases. But if the script
+    itself uses ``BalancedTrainer`` or a subclass, its trainers stay as they are.
     """
     spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
     if spec is None:

@@ -87,17 +87,20 @@ class BalancedTrainer(Trainer):
     the number of devices. At most ``gpu0_bsz`` of the samples are on the first device. Loss and
     gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``. In
     training, and in an evaluation that needs only the loss, only the loss of each device is
-    gathered. The other outputs are gathered, too, if the method ``compute_loss`` is overridden, or
-    if it computes the loss from the logits. If the Trainer uses the mixed precision ``"bf16"`` or
-    ``"fp16"``, the replicas run under autocast.
+    gathered. The other outputs are gathered, too, if a subclass overrides ``compute_loss`` (or, in
+    an evaluation, ``prediction_step``), or if ``Trainer`` computes the loss from these outputs, as
+    it does with a ``compute_loss_func`` or a ``label_smoothing_factor``. If the Trainer uses the
+    mixed precision ``"bf16"`` or ``"fp16"``, the replicas run under autocast.
 
     For a subclass ``MyTrainer`` of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer,
     MyTrainer)``. ``MyBalancedTrainer`` takes the arguments of both of its bases.
 
-    The code of ``Trainer`` sees a single device: in ``trainer.args``, ``n_gpu`` is 1, and the batch
-    sizes per device are the batch sizes of all devices together. The class behaves as ``Trainer``
-    with one device, in a distributed launch, and with a model that is compiled, quantized or spread
-    over several devices (``device_map``).
+    The code of ``Trainer`` sees a single device: in ``trainer.args``, ``n_gpu`` is 1, and
+    ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are the given values times
+    the number of devices.
+
+    In some cases, the class behaves as ``Trainer``: if there is only one device, in a distributed
+    launch, and if the model is compiled, quantized or spread over several devices (``device_map``).
 
     Args:
         *args: arguments of ``Trainer``.
@@ -110,7 +113,8 @@ class BalancedTrainer(Trainer):
 
     Attributes:
         parallel_model: the ``BalancedDataParallel`` that wraps the model. It is None before
-            ``Trainer`` first wraps its model. It stays None if the class behaves as ``Trainer``.
+            ``Trainer`` first wraps its model. It stays None in the cases described above, in which
+            the class behaves as ``Trainer``.
 
     Raises:
         ArgumentError, ArgumentTypeError: ``device_ids`` or an argument of ``BalancedDataParallel``
@@ -140,7 +144,9 @@ class BalancedTrainer(Trainer):
             raise ArgumentError("omit device_ids in a distributed launch and with a device_map")
 
     def _use(self, devices: list[torch.device]) -> None:
-        """Let ``Trainer`` see one device with the whole batch; with more, it would rescale losses.
+        """Let ``Trainer`` see a single device that gets the whole batch.
+
+        If ``args.n_gpu`` were above 1, ``Trainer`` would rescale losses for ``nn.DataParallel``.
 
         Args:
             devices: the devices over which each batch is split.
@@ -240,7 +246,8 @@ class MemoryCallback(_Callback):
         trainer: a ``BalancedTrainer``.
 
     Raises:
-        ProbeError: the devices do not count their memory. This is raised when training begins.
+        ProbeError: torch has no memory statistics for a device of the model. This is raised when
+            training begins.
 
     Examples:
         ``trainer.add_callback(MemoryCallback(trainer))``

@@ -24,15 +24,16 @@ def memory_breakdown(
     peak memory since the peak was last reset. The peak is reset by ``reset_peak_memory_stats``, by
     ``MemoryProbe.measure`` when its block begins, and by a ``MemoryLogger`` when it is created or
     writes a record. With ``gpu0_bsz="auto"``, each training iteration resets the peak when it
-    begins, until the search for the best split is over. Devices that do not count their memory,
-    such as the CPU, are left out.
+    begins, until the search for the best split is over. Devices for which torch has no memory
+    statistics, such as the CPU, are left out.
 
-    On emulated devices, the bytes are exact. On other devices, ``parameter``, ``buffer``,
-    ``gradient`` and ``optimizer state`` count the tensors that exist now, including the copies of
-    parameters and buffers on each device. There, ``rest`` is everything else: activations, gathered
-    outputs, the loss. Call this function after the second training step or a later one, and before
-    ``zero_grad`` frees the gradients. At the peak of the first step, most optimizers have no state
-    yet.
+    On emulated devices, the bytes are exact. On other devices, they are estimates: ``parameter``,
+    ``buffer``, ``gradient`` and ``optimizer state`` count the tensors that exist when this function
+    is called, not those that existed at the peak. The copies of parameters and buffers, which each
+    device holds during a call of the model, are included. ``rest`` is what is left of the peak:
+    activations, gathered outputs, the loss. So call this function after the second training step or
+    a later one, and before ``zero_grad`` frees the gradients. At the peak of the first step, most
+    optimizers have no state yet.
 
     Args:
         model: a ``BalancedDataParallel``, or any other module. The devices of any other module are
@@ -42,7 +43,7 @@ def memory_breakdown(
             separately without this argument, too.
 
     Raises:
-        ProbeError: no device of the model counts its memory.
+        ProbeError: torch has no memory statistics for any device of the model.
     """
     return {str(device): _uses(device, model, optimizer) for device in _devices_of(model)}
 

@@ -50,8 +50,9 @@ def memory_of(board: Board) -> dict[str, Any]:
 
     The result is a dict, whose keys are fields of ``DeviceMemory``.
 
-    With drivers before 510, the used bytes include the driver's reserved memory, because these
-    drivers only have version 1 of the query.
+    The used bytes do not include memory that the driver has reserved. With drivers before 510, they
+    do: these drivers only have version 1 of ``nvmlDeviceGetMemoryInfo``, which does not report
+    reserved memory separately.
 
     Source:
         ``nvidia-smi --query-gpu=memory.total,memory.used,memory.free``; nvmlMemory_v2_t in NVML's
@@ -105,9 +106,10 @@ def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
     is returned. If not, but exactly one board has the PCI bus id of the device, that board is
     returned. Otherwise, the result is None.
 
-    CUDA and NVML number devices differently. CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``,
-    by default with the fastest first. NVML numbers all GPUs, in the order of their PCI bus ids. All
-    MIG slices of a GPU have its PCI bus id, so this id alone may not identify a board.
+    CUDA and NVML number devices differently. CUDA numbers devices in the order in which
+    ``CUDA_VISIBLE_DEVICES`` lists them. If this variable is unset, the fastest device comes first,
+    unless ``CUDA_DEVICE_ORDER`` is ``PCI_BUS_ID``. NVML numbers all GPUs, in the order of their PCI
+    bus ids. All MIG slices of a GPU have its PCI bus id, so this id alone may not identify a board.
 
     Args:
         properties: the result of ``torch.cuda.get_device_properties``.

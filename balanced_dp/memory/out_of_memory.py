@@ -56,8 +56,8 @@ def advising(
     Args:
         devices: the devices over which the batch is split.
         chunk_sizes: the chunk size of each device, which is the number of its samples.
-        remedy: a function that takes the batch size and returns the remedy as text. It is called
-            only if memory runs out.
+        remedy: a function that takes the batch size, which is the sum of ``chunk_sizes``, and
+            returns the remedy as text. It is called only if memory runs out.
     """
     try:
         yield

@@ -1,6 +1,7 @@
 """The peak memory of devices during a measurement, and a logger of peak memory.
 
-Measurements may overlap, although torch keeps only one peak statistic for each device.
+Torch keeps only one peak for each device, but measurements can overlap: ``Peaks`` saves the peaks
+of the running measurements before it resets torch's peak.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ def capacities_of(devices: Sequence[torch.device]) -> list[int]:
 class Peaks:
     """The peak memory of devices since this object was created.
 
-    The constructor resets torch's peak memory statistics of the devices. Before that, it saves the
-    peaks so far in all other ``Peaks`` objects. So blocks of ``MemoryProbe.measure`` may be nested,
-    and a ``MemoryLogger`` may write a record inside such a block. If other code calls
-    ``reset_peak_memory_stats``, the peaks before that call may be lost.
+    The constructor resets torch's peak memory statistics of the devices. Before the reset, every
+    other ``Peaks`` object records its peaks up to then, so that they are not lost. So blocks of
+    ``MemoryProbe.measure`` may be nested, and a ``MemoryLogger`` may write a record inside such a
+    block. If other code calls ``reset_peak_memory_stats``, the peaks before that call may be lost.
 
     Args:
-        devices: devices that count their memory, without duplicates.
+        devices: devices for which torch has memory statistics (not the CPU, for example), without
+            duplicates.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -72,8 +74,8 @@ def _statistics_of(device: torch.device) -> Any:
     """Return the module whose functions read and reset the memory statistics of ``device``.
 
     For an emulated device, the result is the emulation's own module and not ``torch.cuda``, even if
-    the device's type is ``"cuda"``. So the peak of an emulated device is separate from the peak
-    that a script reads in ``torch.cuda``.
+    the device's type is ``"cuda"``. So a script that resets the peak in ``torch.cuda`` does not
+    change the peak that is read here.
     """
     return device_module if is_emulated(device) else torch.get_device_module(device)
 
@@ -88,8 +90,8 @@ class MemoryLogger:
 
     Steps without a record cost nothing. Writing a record does not synchronize the devices, because
     the allocator keeps its counts on the host. Writing a record resets torch's peak memory
-    statistics of the devices. But if this happens inside a block of ``MemoryProbe.measure``, the
-    result of the block does not change.
+    statistics of the devices. A record that is written inside a ``with`` block of
+    ``MemoryProbe.measure`` does not change the peaks that are measured for the block.
 
     Args:
         model: the ``BalancedDataParallel`` whose devices are logged.
@@ -101,7 +103,7 @@ class MemoryLogger:
         ArgumentError: ``every`` is below 1.
         ArgumentTypeError: ``every`` is not an integer, or ``writer`` neither has ``add_scalar`` nor
             is a function.
-        ProbeError: a device of the model does not count its memory.
+        ProbeError: torch has no memory statistics for a device of the model.
 
     Examples:
         >>> with emulate_devices(2) as devices:
@@ -110,7 +112,7 @@ class MemoryLogger:
         ...     for _ in range(2):
         ...         loss = model(torch.ones(3, 4)).sum()
         ...         logger.step()
-        ...     del model, loss
+        ...     del model, loss  # no tensor may outlive the emulated devices
         2 memory/lazy:0/peak_MiB
         2 memory/lazy:1/peak_MiB
         2 memory/imbalance

@@ -34,19 +34,20 @@ class MemoryProbe:
             accelerators, and the GPUs that NVML lists but torch does not see.
 
     Attributes:
-        devices: the devices, as a list of ``torch.device`` without duplicates. The list does not
-            contain GPUs that torch does not see.
+        devices: the devices that torch sees, as a list of ``torch.device`` without duplicates. GPUs
+            that only NVML lists are not in it, but ``snapshot`` returns them, too.
         nvml_error: the reason why NVML is not used; None if NVML is used, or if no device needs it.
 
     Raises:
         ArgumentError, ArgumentTypeError: ``devices`` is invalid.
-        ProbeError: there is no device, or a device does not count its memory.
+        ProbeError: there is no device, or torch has no memory statistics for a device (the CPU, for
+            example).
 
     Examples:
         >>> with emulate_devices(2, memory="1GiB") as devices:
-        ...     x = torch.ones(1000, device=devices[1])
+        ...     x = torch.ones(1024, device=devices[1])
         ...     [memory.allocated_bytes for memory in MemoryProbe().snapshot()]
-        ...     del x
+        ...     del x  # no tensor may outlive the emulated devices
         [0, 4096]
     """
 
@@ -130,13 +131,14 @@ class MemoryProbe:
         Examples:
             >>> with emulate_devices(2, memory="1GiB") as devices:
             ...     with MemoryProbe().measure() as usage:
-            ...         x = torch.ones(1000, device=devices[1])
+            ...         x = torch.ones(1024, device=devices[1])
             ...     usage.devices[1].peak_allocated_bytes, usage.imbalance
-            ...     del x
+            ...     del x  # no tensor may outlive the emulated devices
             (4096, 1.0)
 
         Raises:
-            ProbeError: torch sees no device.
+            ProbeError: torch sees none of the probe's devices. For example, NVML lists GPUs, but
+                torch was built without CUDA.
         """
         if not self.devices:
             raise ProbeError("torch sees no device to measure; use emulate_devices")
@@ -185,13 +187,15 @@ def _sampled_peaks(
     """Start a thread that samples the used memory of boards until the ``with`` block ends.
 
     The boards are the GPUs or MIG slices of the devices. A sample is taken every 10 ms, or less
-    often, since other threads may hold the GIL for longer. While four threads ran pure Python code,
-    a sample was taken every 36 ms. Rare samples miss little, because the allocator keeps the memory
-    that it has reserved. A last sample is always taken when the block ends.
+    often while other threads hold the GIL. While four threads ran pure Python code, a sample was
+    taken every 36 ms. Few samples suffice: the allocator usually keeps the memory that it has
+    reserved, so later samples show this memory, too. A last sample is always taken when the block
+    ends.
 
     Yields:
-        A dict from each device in ``boards`` to the largest sample so far in bytes. The actual peak
-        may be higher. The value is None if all queries of the device failed.
+        A dict from each device in ``boards`` to its largest sample in bytes. The thread updates the
+        dict while the block runs. The actual peak may be higher. The value is None as long as no
+        query of the device has succeeded.
     """
     peaks: dict[torch.device, int | None] = dict.fromkeys(boards)
     has_ended = threading.Event()

@@ -82,7 +82,9 @@ class StepMemory:
     Attributes:
         devices: the memory of each device. It is empty until the block ends, and stays empty if the
             block raises an exception.
-        reason: the reason why the measurement is not valid; None if it is valid.
+        reason: the reason why the measurement is not valid; None if it is valid. It is not valid
+            while the block runs, if the block raises an exception, or if an allocator had to empty
+            its cache to try an allocation again.
     """
 
     devices: tuple[DeviceMemory, ...] = ()
@@ -98,7 +100,7 @@ class StepMemory:
         """The peak allocated bytes of each device.
 
         Raises:
-            ProbeError: the block has not completed.
+            ProbeError: the block is still running, or has raised an exception.
         """
         if not self.devices:
             raise ProbeError(f"there are no peaks: {self.reason}")
@@ -109,7 +111,7 @@ class StepMemory:
         """How much the peaks of the devices differ: (max - min) / max, from 0 to 1.
 
         Raises:
-            ProbeError: the block has not completed.
+            ProbeError: the block is still running, or has raised an exception.
         """
         return imbalance_of(self.peak_bytes)
 
@@ -118,7 +120,7 @@ class StepMemory:
         """The peak allocated bytes of each device, as a fraction of the device's capacity.
 
         Raises:
-            ProbeError: the block has not completed.
+            ProbeError: the block is still running, or has raised an exception.
         """
         pairs = zip(self.peak_bytes, self.devices, strict=True)
         return tuple(peak / (memory.total_bytes or 1) for peak, memory in pairs)
@@ -128,24 +130,25 @@ class StepMemory:
         """The memory of the device with the highest utilization; the first one, if several have it.
 
         Raises:
-            ProbeError: the block has not completed.
+            ProbeError: the block is still running, or has raised an exception.
         """
         return self.devices[self.utilization.index(max(self.utilization))]
 
     def check_split(self, tolerance: float = 0.10) -> str | None:
         """Return advice on how to balance the memory of the devices, or None if it is balanced.
 
-        If the measurement is not valid, the reason is returned instead of advice. The utilizations
-        of the devices (peaks as fractions of the capacities) are compared, so balanced devices of
-        different capacities hold different amounts of memory.
+        The memory is balanced if the peaks of the devices are similar fractions of their
+        capacities. So a larger device should hold more memory. If an allocator had to empty its
+        cache during the block, the measurement is not valid, and the result says so instead of
+        giving advice.
 
         Args:
-            tolerance: the largest difference between utilizations that counts as balanced, as a
-                fraction of the highest utilization; at least 0 and below 1.
+            tolerance: the memory counts as balanced if (max - min) / max of ``utilization`` is at
+                most this number. It must be at least 0 and below 1.
 
         Raises:
             ArgumentError: ``tolerance`` is out of range.
-            ProbeError: the block has not completed.
+            ProbeError: the block is still running, or has raised an exception.
         """
         if not 0 <= tolerance < 1:
             raise ArgumentError(

@@ -18,11 +18,11 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
         size: an integer in bytes, or text such as ``"11GiB"``, ``"512 MiB"``, ``"1.5g"`` or
             ``"4096"`` (bytes). Units are binary, as the sizes of GPUs are: ``"11G"``, ``"11GB"``
             and ``"11GiB"`` are all 11 * 1024**3 bytes.
-        argument: the name of the argument in error messages.
+        argument: what error messages call ``size``, such as ``--memory``.
 
     Raises:
-        ArgumentError: ``size`` is not a size, or is text such as ``"11"``: a number below 1024
-            without a unit, which is probably a mistake. ``"0"`` is allowed.
+        ArgumentError: ``size`` cannot be parsed, or is text such as ``"11"``: a number below 1024
+            without a unit, which is probably a mistake. ``"0"`` and the int 11 are allowed.
     """
     match = _TEXT.fullmatch(str(size))
     if match is None:
@@ -51,7 +51,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the size in bytes and the name of the largest binary unit that ``largest`` reaches.
+    """Return the largest binary unit that ``largest`` reaches: its number of bytes and its name.
 
     For example, ``byte_scale(3000)`` is ``(1024, "KiB")``. If ``largest`` is below 1024, the unit
     is the byte.

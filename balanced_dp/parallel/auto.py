@@ -43,8 +43,9 @@ class SplitPolicy:
             these numbers.
 
     Raises:
-        ArgumentError: an argument is out of its range, or the arguments conflict.
-        ArgumentTypeError: an argument has a wrong type.
+        ArgumentError: ``gpu0_bsz`` is negative, or ``device_weights`` are not one finite number of
+            at least 0 for each device, or are all 0.
+        ArgumentTypeError: ``gpu0_bsz`` is not an integer.
     """
 
     def __init__(
@@ -63,7 +64,12 @@ class SplitPolicy:
         self.split(0)  # raises an error if an argument is out of range
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return each device's number of samples for a batch of ``batch_size`` samples."""
+        """Return each device's number of samples for a batch of ``batch_size`` samples.
+
+        Raises:
+            ArgumentError: ``gpu0_bsz`` leaves samples for the other devices, but their
+                ``device_weights`` are all 0.
+        """
         if self.device_weights is not None:
             return split_by_weights(batch_size, self.device_weights, self.gpu0_bsz)
         limit = batch_size if self.gpu0_bsz is None else self.gpu0_bsz
@@ -77,8 +83,9 @@ class SplitPolicy:
             batch_size: the number of samples in the batch of the call.
 
         Warns:
-            BalanceWarning: ``gpu0_bsz`` has no effect on the first batch of several samples,
-                because ``gpu0_bsz`` is at or above the even share (batch size / number of devices).
+            BalanceWarning: ``gpu0_bsz`` is at or above the even share (batch size / number of
+                devices, rounded up), so that it has no effect. Only the first batch with more than
+                one sample is checked, and no batch if ``device_weights`` are given.
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         has_no_effect = batch_size > 1 and even <= (self.gpu0_bsz or 0)
@@ -119,8 +126,8 @@ class AutoSplit:
     This class has the methods and attributes of ``SplitPolicy``.
 
     A split is the number of samples that each device gets. The fullest device is the device whose
-    peak memory is the largest fraction of the device's total memory. The best split is the split
-    with which this fraction is smallest. The search compares the peak memory of training iterations
+    peak memory is the largest fraction of the device's total memory. The best split is the one
+    whose fullest device is least full. The search compares the peak memory of training iterations
     with different splits.
 
     An iteration begins with a forward pass with gradients enabled, and ends with the step of a
@@ -160,14 +167,18 @@ class AutoSplit:
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """How many of ``batch_size`` samples the first device gets; None if ``batch_size`` is 0."""
+        """How many samples of a batch of ``self.batch_size`` samples the first device gets.
+
+        It is None if ``self.batch_size`` is 0.
+        """
         return self.split(self.batch_size)[0] if self.batch_size else None
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return each device's number of samples for a batch of ``batch_size`` samples.
 
-        If memory has run out in the current training iteration, this method may first change how
-        batches are split.
+        Memory may run out outside of the model's calls, for example in the backward pass. This
+        method checks whether this has happened in the current training iteration. If so, it ends
+        the iteration, and may change how batches are split.
         """
         self._note_failure()
         return self.search.split(batch_size)
@@ -221,14 +232,15 @@ class AutoSplit:
         """Record this iteration's split; return whether the previous iteration had the same split.
 
         If the previous iteration split batches differently, the caller ignores the peak memory of
-        this iteration. It may be too high, because the loop may still have held outputs of the
-        previous iteration, and kernels may have been tuned.
+        this iteration. This peak may be too high: the loop may still have held outputs of the
+        previous iteration, and libraries such as cuDNN may have tried out kernels for the new chunk
+        sizes, which takes memory, too.
         """
         before, self._rule = self._rule, self.split(_LARGE)
         return before == self._rule
 
     def _note_failure(self, has_failed: bool = False) -> bool:
-        """End the iteration if memory ran out; return whether later batches are split differently.
+        """End the iteration if memory ran out; return whether this changes how batches are split.
 
         If memory runs out in evaluation, nothing changes.
 
@@ -286,9 +298,9 @@ def split_policy(
             ignored.
 
     Raises:
-        ArgumentError: an argument is out of its range, or the arguments conflict. With ``"auto"``
-            and several devices, the error is also raised if a device has no memory statistics or is
-            given twice.
+        ArgumentError: an argument is out of its range, or ``device_weights`` are not one number for
+            each device. With ``"auto"`` and several devices, the error is also raised if a device
+            has no memory statistics or is given twice.
         ArgumentTypeError: an argument has a wrong type, or ``device_weights`` is given together
             with ``"auto"``.
     """
