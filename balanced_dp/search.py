@@ -5,9 +5,10 @@ peak memory divided by its budget, the memory that it may hold. The fullest devi
 the highest utilization. This file does not need torch.
 
 The result is always a measured split, never a prediction. The memory of a device grows with the
-number of its samples. So each search looks for the largest integer, such as a ``gpu0_bsz``, with
-which a measured quantity stays within a limit. ``Search.find`` narrows down the range of this
-integer. A line through two measurements only determines which integer to measure next.
+number of its samples. So each search looks for the largest integer with which a measured quantity
+stays within a limit: for example, the largest batch size with which no device exceeds its budget.
+``Search.find`` narrows down the range of this integer. A line through two measurements only
+determines which integer to measure next.
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ class Search:
 
     Each sample that is moved to device 0 raises the utilization (peak memory divided by budget) of
     device 0 and lowers that of the other devices. So the highest utilization is lowest where
-    device 0 is as full as the fullest of the other devices. The search ends at two adjacent values:
-    device 0 is the fullest device with the larger value, but not with the smaller value. Of
-    equally good values, the largest is best, because training is fastest with it.
+    device 0 is as full as the fullest of the other devices. The search looks for two adjacent
+    values: with the larger value, device 0 is the fullest device; with the smaller value, another
+    device is at least as full. Of equally good values, the largest is best, because training is
+    fastest with it.
 
     Attributes:
         batch_size: the number of samples in the whole batch.
@@ -130,8 +132,9 @@ class Search:
     def allows(self, split: Split) -> bool:
         """Return whether the search may measure ``split``, the chunk size of each device.
 
-        Each chunk must be empty or have at least ``smallest`` samples. If ``is_careful`` is True,
-        no device should run out of memory, as far as the measured splits tell.
+        The result is False if a chunk has fewer than ``smallest`` samples, but is not empty. If
+        ``is_careful`` is True, the result is also False if, judging by the measured splits, a
+        device could run out of memory.
         """
         ran = self._ran() if self.is_careful else {}
         # A value ran if no device ran out of memory. Between two values that ran, no device holds
@@ -203,14 +206,15 @@ class Search:
             numbers: the numbers to search, in ascending order.
             split_of: a function that returns the split to measure for a number.
             slope: until two numbers have been measured, the excess is assumed to increase by
-                ``slope`` from one number to the next. None means the slope of the line from the
-                excess -1 at number 0 to the first measurement. The true increase is usually
-                smaller, because a device holds memory even without samples.
-            close: the result may be too small by at most ``result // close``. By default, it is
-                exact.
-            bends_up: whether the excess is a convex function of the number. Beyond two measured
-                numbers, a convex function is not below the line through these two. So where this
-                line is above 0, all numbers exceed the limit. The search ends when only such
+                ``slope`` from one number to the next. If ``slope`` is None, the first measurement
+                determines the slope: the excess is assumed to be -1 at number 0, as if a device
+                without samples held nothing. This slope is usually too large, because a device
+                holds memory even without samples.
+            close: the result may be too small by at most ``result // close``. For example,
+                ``close=100`` allows an error of 1 %. By default, the result is exact.
+            bends_up: whether the excess is a convex function of the number. Then the line through
+                two measurements is a lower bound of the excess at all larger numbers. Those
+                at which this line is above 0 exceed the limit. The search ends when only such
                 numbers are left.
             start: the number to measure first.
 
@@ -263,7 +267,7 @@ class LoopSearch:
     """A search for the best ``gpu0_bsz`` during a training loop, whose batches may differ in size.
 
     Only iterations with the largest batch so far are compared, because these fill the devices most.
-    In batches of other sizes, device 0 gets the same share of the batch.
+    In batches of other sizes, device 0 gets the same share as in the largest batch.
 
     Args:
         budgets: the bytes that each device may hold.
@@ -278,9 +282,9 @@ class LoopSearch:
     Attributes:
         search: the ``Search`` for the largest batch so far. Before the first iteration, its
             ``batch_size`` is 0.
-        highest: a dict from each split (the chunk size of each device) to the peaks and the record
-            of one iteration. Of the compared iterations with this split, this iteration has the
-            highest peak.
+        highest: a dict from each split (the chunk size of each device) to a pair: the ``peaks`` and
+            the ``record`` that were passed to ``tell`` for one iteration. This is the iteration
+            with the highest peak among the compared iterations with the split.
         accumulates: whether, in the compared iterations, the backward pass of the largest batch has
             added to existing gradients (gradient accumulation).
         is_over: whether the search is over, so that ``gpu0_bsz`` is final. Further calls of

@@ -219,7 +219,11 @@ class Inputs:
         return [per_sample * size for size in sizes]
 
     def _entries(self, value: Any, path: str) -> int:
-        """Return the number of entries of an input that is named in ``split``."""
+        """Return the length of an input that is named in ``split``.
+
+        Raises:
+            ScatterError: the input is not a list, tuple or array.
+        """
         if (length := _length(value)) is None:
             fact = f"is named in split, but {type(value).__name__} is no list, tuple or array"
             raise _error(path, fact)

@@ -43,8 +43,8 @@ class ParameterCopies:
             parameters: the parameters, each given once.
 
         Raises:
-            RuntimeError: inside ``shared``, a parameter that requires grad was changed, or any
-                parameter was replaced, frozen or unfrozen.
+            RuntimeError: inside ``shared``, a parameter that requires grad was changed since the
+                first call in the block, or any parameter was replaced, frozen or unfrozen.
         """
         result = dict.fromkeys(devices, parameters)
         homes = {parameter.device for parameter in parameters}
@@ -134,8 +134,9 @@ def _copied(
         devices: the destinations, each given once.
         parameters: the originals.
         has_gradients: whether the copies are differentiable.
-        arrivals: the object that gets the events to wait for, as in ``copy_to``. If None, the
-            current streams wait for all copies.
+        arrivals: if given, CUDA events that mark the end of the copies are added to this object,
+            and the caller has to wait for these events. If None, the current streams wait for all
+            copies.
     """
     # Calls outside of inference mode could not use tensors that were made in inference mode.
     with torch.inference_mode(False), torch.no_grad():

@@ -17,7 +17,7 @@ _REPORT = TypeAdapter(Report)
 def report_json(report: Report) -> str:
     """Return the report as JSON text.
 
-    Amounts of memory are in bytes. A list of values for the devices is in the order of the devices.
+    Amounts of memory are in bytes. A list with a value for each device begins with device 0.
     """
     return _REPORT.dump_json(report, indent=2).decode() + "\n"
 
@@ -47,8 +47,8 @@ def load_report(path: str | Path) -> Report:
     """Return the report in a JSON file that ``save_report`` or ``balanced-dp`` has written.
 
     Raises:
-        ReportError: If the file cannot be read, is truncated, is not a report, or is a report whose
-            fields have another version than ``SCHEMA``.
+        ReportError: If the file cannot be read, is truncated, is not a report, or has another
+            version of the report format than ``SCHEMA``.
     """
     try:
         record = _printable(json.loads(Path(path).read_text(encoding="utf-8")))

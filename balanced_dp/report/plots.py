@@ -57,7 +57,10 @@ def report_plots(report: Report) -> dict[str, str]:
 
 
 def draw_peaks(axes: Axes, report: Report) -> None:
-    """Plot how full device 0 and the fullest other device are, and the speed, over ``gpu0_bsz``."""
+    """Plot three curves over ``gpu0_bsz``.
+
+    Two curves show how full device 0 and the fullest other device are. The third shows the speed.
+    """
     ran = [option for option in candidates(report) if not option.out_of_memory]
     values = [option.chunk_sizes[0] for option in ran]
     full = [utilizations(option.peak_bytes, report.budgets) for option in ran]

@@ -250,10 +250,10 @@ def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) ->
 
 
 def candidates(report: Report) -> list[Option]:
-    """Return the options with the best option's ``gather`` and ``spread``, sorted by chunk sizes.
+    """Return the options that have the same ``gather`` and ``spread`` as the best option.
 
     Only options for ``report.batch_size`` samples and without ``device_weights`` are returned. So
-    the returned options differ only in ``gpu0_bsz``.
+    the returned options differ only in ``gpu0_bsz``. They are sorted by their chunk sizes.
     """
     same = (o for o in report.options if o.kind == report.best.kind and not o.device_weights)
     of_batch = (option for option in same if option.batch_size == report.batch_size)
@@ -283,8 +283,8 @@ def candidate_table(report: Report) -> TextTable:
 def speed(option: Option, report: Report) -> float:
     """Return the speed of an option in samples per second.
 
-    On emulated devices, return ``Option.speed`` instead: the most samples on any device with the
-    even split, divided by the most samples on any device with the option.
+    On emulated devices, return ``Option.speed`` instead. This is the speed relative to the even
+    split: the largest chunk of the even split divided by the largest chunk of the option.
     """
     return option.samples_per_s if report.mode == "real" else option.speed
 
