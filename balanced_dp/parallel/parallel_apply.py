@@ -26,14 +26,19 @@ def parallel_apply(
 ) -> list[Any]:
     """Call ``functions[i]`` with ``arguments[i]`` on ``devices[i]``; return the list of results.
 
-    The calls for the first device run in the calling thread. Each other device has a thread for its
-    calls. If there are several emulated devices, the first one also has a thread. Calls on the same
-    device run one after the other, so that activation checkpointing can replay the random numbers
-    of each call. During each call, ``devices[i]`` is the current device, and the grad mode, the
-    inference mode, the autocast state and the current streams are those of the caller. Calls in
-    other threads have a copy of the caller's context variables.
+    The calls for the first device run in the calling thread, and those for each other device in a
+    new thread. With several emulated devices, those for the first device run in a new thread, too.
 
-    If Ctrl-C interrupts this function while it waits for its threads, the threads are abandoned.
+    Calls on the same device run one after the other. If they ran at the same time, they would take
+    random numbers from the same generator in turns, and activation checkpointing could not repeat
+    the numbers of one call in backward.
+
+    During each call, ``devices[i]`` is the current device, and the grad mode, the inference mode,
+    the autocast state and the current streams are those of the caller. Calls in new threads have a
+    copy of the caller's context variables.
+
+    If Ctrl-C interrupts this function while it waits for its threads, the threads run on in the
+    background, and their results are lost.
 
     Args:
         functions: the function of each call.

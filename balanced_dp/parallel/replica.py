@@ -1,9 +1,12 @@
 """A replica of a module: a shallow copy that gets new tensors in each call, and is reused.
 
 Making a replica takes Python work for each submodule, parameter and buffer, and most of this work
-gives the same result in each call. So a replica that has run is kept for the next call, as long as
-the module holds the same objects as when the replica was made. Between calls, a replica holds no
-tensors. A replica is reused only if nothing else refers to its modules.
+gives the same result in each call. So a replica that has run is usually kept for the next call.
+Between calls, it holds no tensors. A replica is not reused in either of these cases:
+
+- After the replica was made, a parameter, buffer, submodule, hook or other attribute of the
+  original module, or of one of its submodules, was added, removed or set to another object.
+- When the call ends, something outside the replica still refers to a module of the replica.
 """
 
 from __future__ import annotations
@@ -63,11 +66,12 @@ class Blueprint:
         places: where each tensor is registered. In the entry ``(3, "_parameters", "weight", 5)``,
             3 is the index of the module in ``modules``, and 5 is the position of the tensor in
             ``tensors``. A tensor that is registered several times has several entries.
-        children: where each submodule is registered. The entries have the form of those of
-            ``places``, and end with the position of the submodule in ``modules``.
+        children: where each submodule is registered. The entry ``(3, "_modules", "head", 7)`` says
+            that ``modules[3].head`` is ``modules[7]``.
         bound: the attributes and hooks that may refer to modules, such as bound methods. Each entry
-            is ``(index, key, value)``. The index selects the dictionary: first come the
-            ``__dict__`` of all modules, then all their dictionaries of hooks.
+            is ``(index, key, value)``: the value is stored under this key in one of the modules'
+            dictionaries. The index is the position of this dictionary in a list of the ``__dict__``
+            of each module, followed by the dictionaries of hooks of each module.
         compiled: the indices of those modules that ``torch.compile`` has returned.
         can_recycle: whether a replica may be used in more than one call.
 
@@ -123,8 +127,8 @@ class Blueprint:
 
         The dictionaries are the ``__dict__`` of each module, and the dictionaries of ``MEMBERS``
         and ``HOOKS`` that were not empty when this object was made. Compare the values by identity,
-        since not all of them support equality. This also shows whether a dictionary such as
-        ``_parameters`` was replaced, because it is a value in the ``__dict__``.
+        since not all of them support equality. The comparison also shows whether a dictionary such
+        as ``_parameters`` was replaced, because this dictionary is a value in the ``__dict__``.
         """
         dictionaries = [*[module.__dict__ for module in self.modules], *self._filled]
         return (
@@ -179,9 +183,10 @@ class Replica:
         """Let the methods and hooks stored in the replica refer to its copies of the modules.
 
         A bound method in a dictionary of its own module makes a reference cycle, which only the
-        garbage collector could free. So when the replica is deleted, ``__del__`` replaces each such
-        method by a function that binds the method only when it is called. Code that still holds a
-        module of the replica may call this function.
+        garbage collector could free. So when the replica is deleted, ``__del__`` replaces the
+        stored methods and hooks by functions that have only weak references to the copies. These
+        functions are for code that still holds a module of the replica. Each binds its method or
+        hook again when it is called.
         """
         bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
@@ -201,8 +206,9 @@ class Replica:
         Args:
             tensors: a tensor for each of ``Blueprint.tensors``, all on the device of this replica.
                 Copies of parameters may still be incomplete.
-            arrivals: the CUDA events that mark the end of each copy of a parameter. Before a module
-                of the replica reads a parameter, it waits for the events of its own parameters.
+            arrivals: the CUDA events that mark the end of each copy of a parameter. When a module
+                of the replica reads one of its own parameters, the current stream first waits for
+                the copies of all of them.
         """
         for own, name, position in self._slots:
             own[name] = tensors[position]
@@ -219,9 +225,10 @@ class Replica:
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
     def stop_waiting(self) -> None:
-        """Replace each ``ArrivingParameters`` by the plain dictionary that it holds.
+        """Give each module its plain ``_parameters`` dictionary back.
 
-        Reads of the plain dictionary do not wait for copies.
+        In each module whose parameters were still being copied, ``begin`` has replaced this
+        dictionary by an ``ArrivingParameters``, which waits for the copies when it is read.
         """
         while self._arriving:
             own = self._arriving.pop()
@@ -246,9 +253,10 @@ class Replica:
 
         The state consists of these parts:
 
-        - the number of references to each module, to each of its dictionaries that was not empty
-          when the replica was made, and to each method or hook that ``_bind`` has stored,
-        - the number of weak references to each module,
+        - the number of references, and of weak references, to each module,
+        - the number of references to the ``__dict__`` of each module, and to each of its
+          dictionaries of ``MEMBERS`` that was not empty when the replica was made,
+        - the number of references to each method or hook that ``_bind`` has stored,
         - the class and the hooks of each module.
         """
         # sys.getrefcount counts local variables, so no local variable may hold a module.
@@ -314,7 +322,8 @@ def _registered(kinds: Sequence[str], attributes: list[dict[str, Any]]) -> list[
     """Return the dictionaries named by ``kinds`` from the ``__dict__`` of each module.
 
     Args:
-        kinds: several names from ``MEMBERS`` and ``HOOKS``.
+        kinds: the names of at least two dictionaries that each module has, such as
+            ``_parameters``. ``MEMBERS`` and ``HOOKS`` are tuples of such names.
         attributes: the ``__dict__`` of each module.
     """
     return list(chain.from_iterable(map(operator.itemgetter(*kinds), attributes)))

@@ -119,9 +119,10 @@ class Replicas(list[ModuleT]):
     """A list of the replicas that one call of a model uses.
 
     The first replica uses the module's own parameters and buffers if they are on the device of this
-    replica. It has copies of all other parameters and buffers. What the forward pass writes to
-    these copies is copied to the module at the end of ``running``. Writes are noticed because the
-    version counter and the storage of each copy are recorded before the call.
+    replica. It has copies of all other parameters and buffers. The replicas run in the ``with``
+    block of ``running()``. At the end of this block, what the first replica has written to its
+    copies is copied to the module. Writes are noticed because the version counter and the storage
+    of each copy are recorded before the call.
 
     Args:
         blueprint: the ``Blueprint`` of the module.
@@ -158,8 +159,9 @@ class Replicas(list[ModuleT]):
         """Context manager inside which the replicas run.
 
         At the end of the ``with`` block, the module gets what the first replica has written to its
-        copies of parameters and buffers. Then the replicas are made available to the next call, and
-        this list is emptied. After an exception in the block, none of this is done.
+        copies of parameters and buffers. Then this ``Replicas``, which is a list, is emptied, and
+        those replicas that may be reused are kept for the next call. After an exception in the
+        block, none of this is done.
         """
         try:
             yield

@@ -76,23 +76,26 @@ class Inputs:
     def batch_size(self) -> int | None:
         """Return the number of samples of the whole batch, or None if nothing is split.
 
-        The number is taken from the first kind of input in this list that the call has:
+        Inputs of these kinds are looked for, in this order. The first one found gives the number:
 
-        1. a tensor that is split and is not named in ``split``: its size along ``dim``,
+        1. a tensor that is neither 0-dim nor named in ``broadcast`` or ``split``: its size along
+           ``dim``,
         2. a tensor named in ``split``: its size along ``dim``,
         3. a ``Scattered``: its number of samples,
         4. another sequence named in ``split``: its length.
-
-        If the call has several inputs of this kind, the first of them counts.
 
         Raises:
             ScatterError: the first tensor that is split has no dimension ``dim``, or an input has a
                 type that cannot be split.
 
         Warns:
-            BalanceWarning: the inputs contain lists, tuples or arrays, but nothing is split; or all
-                tensors that are split are in one list. If this list has one entry for each sample,
-                the list should be split instead.
+            BalanceWarning: in each of these cases:
+
+                - Nothing is split, but the inputs contain a list, tuple or array with several
+                  entries.
+                - All tensors that are split are in one list, and its items have the same type. If
+                  the list has an item for each sample, the list should be split, and not its
+                  tensors: name the list in ``split``.
         """
         named = self._named()
         found = list(self._all_to_split(named))
@@ -206,8 +209,9 @@ class Inputs:
         """Return how many entries of an input each device gets.
 
         The length of an input must be the batch size. The length of an input that is named in
-        ``split`` may also be a multiple of the batch size. With any other length, the sum of the
-        returned numbers is not ``length``, and the caller raises an error.
+        ``split`` may also be a multiple of the batch size. This method does not check this. For
+        any other length, the returned numbers do not add up to ``length``, and the caller raises an
+        error.
 
         Args:
             length: the number of entries of the input.
@@ -299,7 +303,10 @@ def _length(value: Any) -> int | None:
 
 
 def _are_alike(value: Any) -> bool:
-    """Return whether a value is a list whose items all have the same type and rank."""
+    """Return whether a value is a list of items of one type and with the same number of dimensions.
+
+    The number of dimensions is the attribute ``ndim``, or 0 for an item without this attribute.
+    """
     is_list = isinstance(value, list)
     return is_list and len({(type(item), getattr(item, "ndim", 0)) for item in value}) == 1
 
