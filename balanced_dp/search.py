@@ -233,13 +233,22 @@ class Search:
         inside, beyond = [n for n in known if n <= low][-2:], [n for n in known if n > low][:2]
 
         def rise(x: int, before: int | None = None) -> float:
-            """Return the slope of the line through two measurements, or the assumed slope."""
+            """Return the slope of the excess (a measured quantity minus its limit) at number ``x``.
+
+            It is the slope of the line through the measurements of ``before`` and ``x``. If
+            ``before`` is None, the slope is assumed (see the argument ``slope`` of ``find``).
+            """
             if before is not None:
                 return (over[x] - over[before]) / (x - before)
             return (over[x] + 1) / max(x, 1) if slope is None else slope
 
         def zero(*points: int) -> float:
-            """Return the number where the line through one or two measurements meets the limit."""
+            """Return the number at which the line through one or two measurements is 0.
+
+            The line shows the excess (a measured quantity minus its limit) of each number. Through
+            only one measurement, it has the assumed slope. If it does not rise, the result is twice
+            the largest number that is known to be within the limit, at least 2.
+            """
             x, by = points[0], rise(*points)
             return x - over[x] / by + _ROUNDING if by > 0 else 2.0 * max(low, 1)
 
@@ -371,8 +380,8 @@ class LoopSearch:
     def _begin(self, batch_size: int, accumulates: bool) -> None:
         """Begin a new search for batches of ``batch_size`` samples.
 
-        A measured split is kept only if it is a split of ``batch_size`` samples, and memory ran out
-        with it.
+        All measured splits are forgotten, except those of ``batch_size`` samples with which memory
+        ran out.
         """
         before, self.accumulates = self.search, accumulates
         self._iterations, self.highest = {}, {}
@@ -383,8 +392,8 @@ class LoopSearch:
     def _use(self, value: int | None) -> None:
         """Set the ``gpu0_bsz`` of the batches that follow to ``value``, unless it is None.
 
-        The value is for a batch of ``search.batch_size`` samples. In batches of other sizes,
-        device 0 gets the same share of the batch.
+        ``value`` is for batches of ``self.search.batch_size`` samples, the batch size of the
+        search. In batches of other sizes, device 0 gets the same share of the batch.
         """
         batch_size = self.search.batch_size
         if value is not None and value != self.split(batch_size)[0]:

@@ -95,7 +95,7 @@ def split_by_weights(
     Raises:
         ArgumentTypeError: ``batch_size`` or ``gpu0_bsz`` is not an integer.
         ArgumentError: an argument is out of range, ``device_weights`` are not numbers, or
-            ``gpu0_bsz`` leaves samples to devices whose weights are all 0.
+            device 0 would get more than ``gpu0_bsz`` and all other devices have the weight 0.
 
     Source:
         Largest-remainder (Hamilton's) method, https://en.wikipedia.org/wiki/Quota_method.

@@ -43,7 +43,8 @@ Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 def exists(name: str) -> bool:
     """Return whether torch has the attribute ``name``, such as ``"nn.Module._buffers"``.
 
-    An attribute that a class of torch annotates, but does not assign, counts as existing, too.
+    If a class assigns an attribute only to its instances, as ``nn.Module`` does with ``_buffers``,
+    it is enough that the class declares the attribute's type.
     """
     path, _, last = f"torch.{name}".rpartition(".")
     try:
@@ -58,7 +59,7 @@ def require(names: str, what: str, error: type[Exception]) -> None:
 
     Args:
         names: dotted names below ``torch``, separated by blanks.
-        what: what needs the names, for the error message.
+        what: the subject of the error message, such as ``"emulated devices"``.
         error: the class of the exception to raise.
 
     Raises:

@@ -45,10 +45,12 @@ class Loop(AutoSplit):
     """Measures each iteration of a training loop, and splits the batches of the loop's models.
 
     The script that contains the loop needs no changes. An iteration begins with a forward pass in
-    which gradients are enabled. An iteration ends with a step of the first optimizer, which is the
-    optimizer that stepped first in the loop. If other optimizers stepped in the previous iteration,
-    the iteration waits until all of them have stepped again, during at most 10 steps of the first
-    optimizer. So an iteration of a GAN may contain several steps of its discriminator.
+    which gradients are enabled. It ends with a step of the first optimizer, which is the optimizer
+    that stepped first in the loop. Before this step, all other optimizers that stepped in the
+    previous iteration must have stepped again. If they have not after 10 steps of the first
+    optimizer, its next step ends the iteration anyway. So if a GAN takes three steps of its
+    discriminator for each step of its generator, each iteration after the first few contains all
+    four steps.
 
     The measurement of the first iteration of the loop is used only if no other iteration follows,
     because the first iteration begins without optimizer state. Models and optimizers are referenced
@@ -57,19 +59,21 @@ class Loop(AutoSplit):
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
             the most samples that device 0 gets. On emulated devices, the even split is measured,
-            too, for comparison. With ``"auto"``, the even split comes first. With an integer,
-            ``gpu0_bsz`` and the even split take turns of 2, 3, 4, ... iterations, because the
-            script's use of memory may change while the script runs. The turns grow, so that an
-            evaluation in every n-th iteration, for example, happens with both splits.
+            too, for comparison. With ``"auto"``, the even split comes first. With an integer, the
+            two splits take turns, because the script's use of memory may change while it runs:
+            2 iterations with ``gpu0_bsz``, 3 with the even split, 4 with ``gpu0_bsz``, and so on.
+            If all turns were equally long, an evaluation in every n-th iteration, for example,
+            might always happen with the same split.
         devices: the devices of the loop.
         budgets: the number of bytes that may be used on each device; None means no limit.
         num_steps: after this many iterations, the next forward pass with gradients raises
             ``StepsDone``; None means never.
 
     Attributes:
-        last: the measurement of the iteration with the highest peak; None before the first
-            measurement. If no iteration ended, ``last`` is one measurement of the whole time from
-            the first forward pass in which gradients are enabled to the end of the training loop.
+        last: the measurement with the highest peak among all iterations so far (despite its name,
+            not always the latest one); None before the first measurement. If no iteration ended,
+            ``last`` is one measurement of the whole time from the first forward pass in which
+            gradients are enabled to the end of the training loop.
         num_parameters: the number of elements of all parameters of the first optimizer.
         precision: the dtype of autocast as text; None if autocast was not enabled.
     """
@@ -135,8 +139,8 @@ class Loop(AutoSplit):
 
         A split is the chunk size (the number of samples) of each device. If a split was measured
         more than once, the list contains the measurement with the highest peak. If ``gpu0_bsz`` is
-        ``"auto"``, only the latest measurements of each split count: at most 3, and equally many
-        for all splits, because more measurements would make a high peak more likely.
+        ``"auto"``, this is the highest peak of the latest n measurements. All splits have the same
+        n, at most 3, because more measurements are more likely to include a high peak.
         """
         return [option for _, option in self.search.highest.values()]
 
@@ -154,10 +158,10 @@ class Loop(AutoSplit):
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
         """Let this object split the batches of ``model``, if ``model`` has the loop's devices.
 
-        The devices of the first model become the devices of the loop, in the order in which the
-        model has them. A later model on only some of the loop's devices, or on all of them in
-        another order, splits its batches evenly. A model is left unchanged unless it is on two or
-        more devices, all different and all of them the loop's.
+        A model is ignored if it has fewer than two devices, the same device twice, or a device that
+        the loop does not have. The devices of the first model that is not ignored become the
+        devices of the loop, in the order in which the model has them. A later model on only some of
+        the loop's devices, or on all of them in another order, splits its batches evenly.
         """
         if not 1 < len(model.devices) == len(set(self.devices).intersection(model.devices)):
             return

@@ -135,7 +135,7 @@ class Option:
 
 
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
-    """Return the option with the largest batch that fits with the features of ``option``.
+    """Return the option with the largest batch that fits in memory when trained like ``option``.
 
     An option is a measured way to train a batch. ``Option.features`` lists its features: an uneven
     split, the loss on each device, parameters spread over all devices. The result has no feature
@@ -166,20 +166,20 @@ def ranked(
     differ only in ``gpu0_bsz``, or only in ``device_weights``. From each group, two options are
     considered:
 
-    - the option with the most samples on device 0, which is the fastest if the options of the group
-      differ only in ``gpu0_bsz``,
-    - the option whose fullest device is the least full.
+    - the option with the most samples on device 0. If the options of the group differ only in
+      ``gpu0_bsz``, this is the fastest one.
+    - the option with the lowest utilization (peak divided by budget) of its fullest device.
 
     The goal ``"batch"`` changes this: a group contains options of all batch sizes, the even split
     has a group of its own, and only the option with the largest batch in each group is considered.
 
-    An option is left out if a better-ranked option needs no further feature (a member of
-    ``Option.features``), and is at least as good in each of these respects:
+    An option is left out if a better-ranked option has no feature (see ``Option.features``) that
+    this option lacks, and is at least as good in each of these respects:
 
     - the speed, rounded to about one percent,
-    - the utilization (peak divided by budget) of the fullest device, rounded to about one percent;
-      not compared for the goal ``"batch"``,
-    - the size of the largest batch that fits, as in ``largest_batch``.
+    - the utilization of the fullest device, rounded to about one percent; not compared for the goal
+      ``"batch"``,
+    - the batch size of ``largest_batch(option, options, budgets)``.
 
     Args:
         options: the measured options.
