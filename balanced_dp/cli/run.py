@@ -121,7 +121,7 @@ def run_and_measure(
                 notes=notes,
             )
             return exit_code, report, []
-        parts = [] if loop.last is None else [use_table(loop.last, loop.budgets)]
+        parts = [] if loop.highest is None else [use_table(loop.highest, loop.budgets)]
         why = [] if exit_code else [_why_no_answer(loop, calls)]
         return exit_code, None, [*parts, *notes, *why]
 
@@ -145,16 +145,16 @@ def _place(call: WrappedAt) -> str:
 
 def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
     """Return a sentence that says why the run of a script gave no measurements to compare."""
-    if loop.last is None:
+    if loop.highest is None:
         return "Nothing was measured: the script ran no forward pass with gradients."
     if len(loop.devices) < 2:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.batch_size:
         ran = f"{loop.num_iterations} ran{', without optimizer state' * (loop.num_iterations == 1)}"
         return f"To compare splits, run two steps with batches of equal size; {ran}."
-    if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
+    if sum(map(bool, loop.highest.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
-    if sum(map(bool, loop.last.peak_bytes)) < 2:
+    if sum(map(bool, loop.highest.peak_bytes)) < 2:
         return "The script splits no batches; add model = torch.nn.DataParallel(model.cuda())."
     return (
         "The splits were not changed: the script uses a class of its own, device_weights, or a "

@@ -70,10 +70,9 @@ class Loop(AutoSplit):
             ``StepsDone``; None means never.
 
     Attributes:
-        last: the measurement with the highest peak among all iterations so far (despite its name,
-            not always the latest one); None before the first measurement. If no iteration ended,
-            ``last`` is one measurement of the whole time from the first forward pass in which
-            gradients are enabled to the end of the training loop.
+        highest: the measurement with the highest peak among all iterations so far; None before the
+            first measurement. If no iteration ended, it is one measurement of the whole time from
+            the first forward pass in which gradients are enabled to the end of the training loop.
         num_parameters: the number of elements of all parameters of the first optimizer.
         precision: the dtype of autocast as text; None if autocast was not enabled.
     """
@@ -89,7 +88,7 @@ class Loop(AutoSplit):
         self.wanted = gpu0_bsz
         self.budgets = budgets
         self.num_steps = num_steps
-        self.last: Option | None = None
+        self.highest: Option | None = None
         self._model: Callable[[], BalancedDataParallel[Any] | None] = lambda: None
         self.num_parameters = 0
         self.precision: str | None = None
@@ -194,8 +193,8 @@ class Loop(AutoSplit):
             try:
                 yield
             finally:
-                if self.last is None and self._peaks is not None:
-                    self.last = self._measured(self._peaks)
+                if self.highest is None and self._peaks is not None:
+                    self.highest = self._measured(self._peaks)
                 self._peaks = None
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -246,9 +245,9 @@ class Loop(AutoSplit):
             kind, peak = (measured.chunk_sizes, accumulates), max(peaks)
             low, high = self._ranges.get(kind, (peak, peak))
             self._ranges[kind] = min(low, peak), max(high, peak)
-        if self.last is not None and self.num_iterations > 2:
-            measured = max(self.last, measured, key=lambda option: max(option.peak_bytes))
-        self.last = measured
+        if self.highest is not None and self.num_iterations > 2:
+            measured = max(self.highest, measured, key=lambda option: max(option.peak_bytes))
+        self.highest = measured
 
     def notes(self, *, has_failed: bool = False) -> Iterator[str]:
         """Yield sentences about anything unusual in the measurements, such as an early end.
@@ -260,7 +259,7 @@ class Loop(AutoSplit):
         if was_ended := self.num_steps is not None and num_taken >= self.num_steps:
             steps = f"{num_taken} training step{'s' * (num_taken > 1)}"
             yield f"The script was ended after {steps} (--steps)."
-        elif self.last is not None and not num_taken:
+        elif self.highest is not None and not num_taken:
             yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
         if self.options and not self.is_over:
             fact = (
