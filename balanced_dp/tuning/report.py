@@ -94,7 +94,10 @@ class Provenance:
 
     @classmethod
     def of(cls, devices: Sequence[torch.device] = ()) -> Provenance:
-        """Return the provenance of measurements that this process makes now on ``devices``."""
+        """Return a record of the current time, the command line, the versions and the machine.
+
+        The record of the machine contains the names of ``devices``.
+        """
         names = (torch.get_device_module(device).get_device_name(device) for device in devices)
         versions = {name: _version(name) for name in ("balanced-dp", "torch", "nvidia-ml-py")}
         return cls(
@@ -231,12 +234,14 @@ class Report:
     def ranked_options(self) -> list[Option]:
         """The best of the options that fit in memory, in descending order of merit.
 
-        Of the options that differ only in ``gpu0_bsz``, or only in ``device_weights``, at most two
-        are ranked: the option with the most samples on device 0, and the option whose fullest
-        device is the least full. If ``goal`` is ``"batch"``, options of all batch sizes are
-        compared, and those with the largest batches are ranked. An option is left out if a
-        better-ranked option needs no further feature and is at least as good in all respects. See
-        ``ranked``.
+        Options for ``batch_size`` samples form a group if they differ only in ``gpu0_bsz``, or only
+        in ``device_weights``. At most two options of a group are ranked: the option with the most
+        samples on device 0, and the option whose fullest device is the least full. If ``goal`` is
+        ``"batch"``, a group contains options of all batch sizes, and the even split has a group of
+        its own. Only the option with the largest batch of each group is then ranked.
+
+        An option is left out if a better-ranked option is at least as good in all respects, and
+        has the same ``features`` or only some of them. For details, see ``ranked``.
         """
         return ranked(self.options, self.batch_size, self.budgets, self.goal)
 
@@ -244,8 +249,8 @@ class Report:
     def best(self) -> Option:
         """The best option by ``goal``; if none is ranked, the option that is closest to fitting.
 
-        No option is ranked if no option for ``batch_size`` samples fits in memory. The
-        exception is the goal ``"batch"``, for which options of all batch sizes are ranked.
+        Options are ranked if at least one option for ``batch_size`` samples fits in memory. For the
+        goal ``"batch"``, it is enough that an option of any batch size fits.
 
         The option that is closest to fitting is chosen among the options for ``batch_size``
         samples. Of the options that did not run out of memory, it is the option whose fullest
@@ -263,9 +268,9 @@ class Report:
     def even(self) -> Option | None:
         """The option with the even split that is otherwise like the first measured option.
 
-        The two options have the same batch size, ``gather`` and ``spread``. They are the same
-        option if the first measured option has the even split. None if the even split was not
-        measured with this batch size, ``gather`` and ``spread``.
+        It has the batch size, ``gather`` and ``spread`` of the first measured option. If the first
+        measured option has the even split, the result is this option. None if the even split was
+        not measured with this batch size, ``gather`` and ``spread``.
         """
         return self.even_like(self.options[0])
 
@@ -310,8 +315,8 @@ class Report:
         """Return the option with the largest batch that fits with the features of ``option``.
 
         The features are an uneven split, the loss on each device, and parameters spread over all
-        devices. The result has no feature that ``option`` lacks, but may have another split. If no
-        such option fits, the result is ``option``.
+        devices. The result has the same features as ``option``, or only some of them. If both
+        splits are uneven, they may differ. If no such option fits, the result is ``option``.
         """
         return largest_batch(option, self.options, self.budgets)
 

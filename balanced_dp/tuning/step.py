@@ -58,7 +58,7 @@ class StepMeter:
     alike, and costs little time.
 
     Args:
-        workload: the workload to train. A new model is created for it.
+        workload: the workload to train. If ``workload.model`` is a module, a copy of it is trained.
         devices: real or emulated devices.
     """
 

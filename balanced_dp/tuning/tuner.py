@@ -60,9 +60,9 @@ def tune(
 
     A split is the number of samples of each device. By default, the training steps run on the
     accelerators if there are enough (two, or the requested number), otherwise on emulated devices.
-    By default, emulated devices keep the shapes of tensors but no values, so training may need more
-    memory than this machine has. Nothing is predicted: each split and each batch size in the report
-    was measured.
+    By default, emulated devices keep the shapes of tensors but no values. So a workload can be
+    measured even if its training needs more memory than this machine has. Nothing is predicted:
+    each split and each batch size in the report was measured.
 
     Args:
         workload: what to train: a model with its batches, its loss and its optimizer.
@@ -76,22 +76,23 @@ def tune(
             capacity of an accelerator is its total memory. The default capacity of each emulated
             device is the highest peak of the even split, rounded up to whole MiB.
         reserve: the bytes of each device to keep free. The default is 1 GiB, for CUDA's context and
-            workspaces of libraries. If the capacity is the peak of the even split, the default
+            workspaces of libraries. For emulated devices without ``capacities``, the default
             is 0.
         sweep: values of ``gpu0_bsz`` to measure in addition to those that the search chooses. A
             value is skipped if it gives a device fewer samples than the model can train on, such as
             one sample if the model has a batch norm.
         emulate: whether to emulate devices even if there are accelerators.
         symbolic: whether emulated devices keep only the shapes of tensors. Otherwise they compute
-            values, which is slower, but necessary for a workload that reads values.
+            values. This is slower, but necessary if the workload reads values of tensors, such as
+            with ``.item()``.
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its own samples.
         spread: whether to spread parameters, gradients and optimizer state over all devices.
-        goal: how the options (the measured ways to train) are ranked. For ``"speed"``, the best
-            option is the one whose largest chunk (the most samples on any device) is the smallest.
-            For ``"headroom"``, it is the one whose fullest device is the least full. For
-            ``"batch"``, it is the one with the largest batch. The default is ``"speed"``, or
-            ``"headroom"`` if the capacity is the peak of the even split.
+        goal: how the options (the measured ways to train) are ranked. In the best option for
+            ``"speed"``, the device with the most samples has as few samples as possible. For
+            ``"headroom"``, the fullest device is as little full as possible. For ``"batch"``, the
+            batch is as large as possible. The default is ``"speed"``, or ``"headroom"`` for
+            emulated devices without ``capacities``.
         with_alternatives: whether to also measure with the loss on each device (``gather=False``),
             and with parameters spread over all devices (``spread=True``).
         on_measurement: a function that is called with each measured ``Option``.
@@ -195,11 +196,13 @@ class _Run:
         A split is the number of samples of each device. The splits tried are the even split, the
         splits with a ``gpu0_bsz`` in ``swept``, and the splits that ``WorkloadSearch`` chooses. If
         the devices have different budgets (the bytes that each may hold), splits that should fill
-        all devices equally are also tried. A split is skipped if it gives a device fewer samples
-        than the model can train on. Only the even split of the requested batch is never skipped.
+        all devices equally are also tried. The even split of the requested batch is always
+        measured. Any other split is skipped if it gives a device fewer samples than the model can
+        train on, but more than 0.
 
         Args:
-            report: the report with the budgets and the mode of the devices.
+            report: a report of this workload. Only its ``budgets`` and its ``mode``
+                (``"symbolic"``, ``"emulated"`` or ``"real"``) are used.
             gather: as in ``tune``.
             spread: as in ``tune``.
         """

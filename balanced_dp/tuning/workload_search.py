@@ -26,9 +26,9 @@ class WorkloadSearch(Search):
     """A search for the best ``gpu0_bsz`` of a batch, and then for the largest batches that fit.
 
     Attributes:
-        for_speed: whether to find a second ``gpu0_bsz``, after the one with which the fullest
-            device is the least full. The second is the largest ``gpu0_bsz`` with which device 0
-            holds at most its budget (the bytes that the device may hold).
+        for_speed: whether to find two values of ``gpu0_bsz``: the one with which the fullest device
+            is the least full, and the largest one with which device 0 holds at most its budget (the
+            bytes that the device may hold). If False, only the first is found.
         largest: the upper limit of the batch size in the search for the largest batch.
     """
 
@@ -43,9 +43,10 @@ class WorkloadSearch(Search):
         There are three searches. The first finds the best ``gpu0_bsz`` for ``batch_size`` samples.
         The second finds the largest batch that fits with the even split. The third finds the
         largest batch that fits with any ``gpu0_bsz``, in two steps. The first step gives device 0
-        no samples, and finds the largest chunk that fits on each of the other devices. The second
-        step gives each of these devices at most that chunk, and device 0 the rest of the batch. It
-        finds the largest batch with which device 0 holds at most its budget.
+        no samples, and finds the largest chunk that fits on each of the other devices. In the
+        second step, the samples of a batch first fill these chunks, and only the remaining samples
+        go to device 0. The second step finds the largest batch with which device 0 holds at most
+        its budget.
         """
         yield from super().wanted()
         num, told = len(self.budgets), self.told.items()
@@ -73,10 +74,11 @@ def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) ->
     """Return the chunk sizes with which all devices are estimated to be equally full.
 
     The estimate assumes that the utilization of a device (its peak divided by its budget) is a
-    linear function of its chunk size. The distinct chunk sizes of the device above 0 are ordered by
-    their first measurement, and the line goes through the measurements of the last two. If there is
-    only one chunk size, the line goes through the origin and the measurement of this chunk size.
-    Measurements in which any device ran out of memory are not used.
+    linear function of its chunk size. The line goes through the measurements of the two newest
+    chunk sizes above 0. After the chunk sizes 8, 4, 8 and 6, these are 4 and 6, because 8 was first
+    measured before 4. If there is only one chunk size above 0, the line goes through the origin and
+    the measurement of this chunk size. Measurements in which any device ran out of memory are not
+    used.
 
     Args:
         told: a dict from the chunk sizes of each measurement to the utilization of each device. The

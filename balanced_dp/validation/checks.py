@@ -111,9 +111,9 @@ def validate(
 
     Args:
         num_devices: number of devices. With a single GPU, this is the number of replicas on it.
-            Devices are emulated without a GPU, and with several GPUs but fewer than this number.
-            None means all GPUs if there are several, otherwise four replicas on a single GPU or
-            four emulated devices.
+            If there is no GPU, or if there are several GPUs but fewer than ``num_devices``, the
+            devices are emulated. None means all GPUs if there are several, four replicas if there
+            is a single GPU, and four emulated devices if there is none.
         emulate: whether to emulate devices even if there are GPUs.
         workload: the name of the workload (a model, its batches and its loss) whose memory and time
             are compared, as for ``find_workload``.
@@ -216,7 +216,9 @@ def _memory(
 def _time(workload: Workload, batch_size: int, devices: Sequence[torch.device]) -> Iterator[Check]:
     """Yield a check that compares the time of a training step with that of ``nn.DataParallel``.
 
-    Steps with the two wrappers are measured in turn, and the median times are compared.
+    A step here is a forward and a backward pass, without an optimizer step. Steps with
+    ``BalancedDataParallel`` and steps with ``nn.DataParallel`` alternate, and the median times are
+    compared.
     """
     module = workload.new_model().to(devices[0])
     ours = BalancedDataParallel(None, module, devices)
