@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from balanced_dp import BalancedDataParallel, BalanceWarning
@@ -102,9 +103,8 @@ ROWS: dict[str, Callable[..., Tensor]] = {
     "normalization": lambda m, x, y: m.b(normalized(m.a(x))),
     "supervised contrast": contrasted,
     "softmax": lambda m, x, y: m.b(m.a(x).softmax(0)),
-    "attention": lambda m, x, y: m.b(
-        F.scaled_dot_product_attention(*[m.a(x)[None, None]] * 3)[0, 0]
-    ),
+    "attention": lambda m, x, y: m.b(attend(*[m.a(x)[None, None]] * 3)[0, 0]),
+    "sums of groups": lambda m, x, y: m.b(m.a(x) - torch.zeros(3, 8).index_add(0, y, m.a(x))[y]),
 }
 LOSSES: dict[str, Callable[..., Tensor]] = {
     f"{name}, loss": lambda m, x, y, rows=rows: rows(m, x, y).square().mean()

@@ -52,7 +52,7 @@ _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]qu
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
 """Operators that compute each entry from other entries along a dimension. They keep the shape."""
 
-_SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
+_SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index(Select|Put)?|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
 
 
