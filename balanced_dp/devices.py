@@ -64,7 +64,7 @@ def resolve_device(device_id: Device) -> torch.device:
     if isinstance(device_id, int) and device_type is None:
         raise ArgumentError(
             f"device {device_id} does not exist: there is no accelerator; omit device_ids to run "
-            "without splitting, or split over device_ids=['cpu', 'cpu'] or in emulate_devices"
+            "without splitting; to split, use device_ids=['cpu', 'cpu'] or emulate_devices"
         )
     name = f"{device_type}:{device_id}" if isinstance(device_id, int) else device_id
     try:

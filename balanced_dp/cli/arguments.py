@@ -47,7 +47,7 @@ def parse_capacities(
     sizes = memory.split(",")
     if len(sizes) > 1 and num_devices not in (None, len(sizes)):
         fact = f"--memory has {len(sizes)} sizes, but --devices is {num_devices}"
-        raise ArgumentError(f"{fact}; leave --devices out, or give one size")
+        raise ArgumentError(f"{fact}; leave --devices out, or give one size for all devices")
     if len(sizes) == 1:
         sizes *= num_devices or len(accelerators(emulate=emulate)) or 4
     return [parse_bytes(size, "--memory") for size in sizes]

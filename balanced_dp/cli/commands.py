@@ -361,7 +361,7 @@ def main() -> None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         if sys.stdout is None:
-            raise ArgumentError("stdout is closed; to write a file only, use >/dev/null")
+            raise ArgumentError("stdout is closed; to discard what is printed, use >/dev/null")
         app()
         return
     except BalancedDataParallelError as error:

@@ -251,7 +251,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 raise ArgumentError(
                     f"the state was saved with {name}={state[name]}, but this sampler has "
                     f"{name}={getattr(self, name)}; load it into a sampler with "
-                    f"{name}={state[name]}, or begin a new epoch without it"
+                    f"{name}={state[name]}, or begin a new epoch without loading the state"
                 )
         self.epoch = state["epoch"]
         self._next_start = self._start = state["num_samples_done"]

@@ -141,7 +141,7 @@ class BalancedTrainer(Trainer):
             if device_ids is not None or self.args.n_gpu > 1 or has_machine():
                 self._use(resolve_devices(device_ids))
         elif device_ids is not None:
-            raise ArgumentError("omit device_ids in a distributed launch and with a device_map")
+            raise ArgumentError("omit device_ids in a distributed launch or with a device_map")
 
     def _use(self, devices: list[torch.device]) -> None:
         """Let ``Trainer`` see a single device that gets the whole batch.

@@ -87,7 +87,7 @@ class Gather:
         is_mutable = isinstance(first, MutableMapping | MutableSequence)
         if is_mutable and first and others and all(other is first for other in others):
             fact = f"is a single {type(first).__name__} that all replicas write to"
-            raise _error(path, f"{fact}; create it in forward, and return it")
+            raise _error(path, f"{fact}; return a new one from each call of forward")
         if self._are_entries(outputs, path):
             entries = [self.join([one], name) for own in named for name, one in own.items()]
             return nested.rebuild(first, entries)
@@ -198,7 +198,7 @@ class Gather:
         if len(axes) != 1 or axes[0] not in (dim, *following):
             fact = f"has shapes {[*map(tuple, shapes)]} for chunks of {sizes}"
             remedy = "return a row per sample or a mean; pad to total_length=; compare afterwards"
-            raise _error(path, f"{fact}, so no one dimension holds the samples: {remedy}")
+            raise _error(path, f"{fact}, so no single dimension holds the samples: {remedy}")
         own = lengths[axes[0]]
         if sizes and own != sizes and any(own):
             reason = f"it has {own} rows for chunks of {sizes}, joined in the order of the devices"

@@ -180,15 +180,15 @@ class Inputs:
             return self._chunks(value, path, split)
         if isinstance(value, Scattered):
             if value.devices != tuple(devices) or (sizes and value.chunk_sizes != tuple(sizes)):
-                call = f"has chunks {tuple(sizes)}" if sizes else "splits nothing"
+                call = f"has chunk sizes {tuple(sizes)}" if sizes else "splits nothing"
                 call += f" on {', '.join(map(str, devices))}"
-                raise _error(path, f"is {value!r}, but this call {call}; gather() it first")
+                raise _error(path, f"is {value!r}, but this call {call}; gather() the input first")
             return list(value)
         if sizes and path in self.split and value is not None:
             lengths = self._lengths(length := self._entries(value, path), path, sizes)
             if length != sum(lengths):
                 fact = f"is named in split, but has {length} entries for {sum(sizes)} samples"
-                raise _error(path, f"{fact}; it needs the same number for each sample")
+                raise _error(path, f"{fact}; it needs equally many entries for each sample")
             bounds = zip(devices, pairwise(accumulate(lengths, initial=0)), strict=True)
             return [self._parts(value[i:j], path, ([device], ()))[0] for device, (i, j) in bounds]
         if 1 < sum(sizes) == _length(value):
@@ -248,8 +248,8 @@ class Inputs:
                 path,
                 f"of shape {tuple(tensor.shape)} has size {length} along dim {self.dim}, but the "
                 f"batch has {sum(sizes)} samples{source}; broadcast=({path!r},) copies it whole to "
-                "each device; split is for lists, and for tensors with several rows per sample; "
-                "if its samples are along another dimension, transpose it",
+                "each device; the option split is for lists of samples, and for tensors with "
+                "several rows per sample; if its samples are along another dimension, transpose it",
             )
         if tensor.is_nested or tensor.layout != torch.strided:
             raise _error(path, "is sparse or nested, and cannot be split; pass a dense tensor")

@@ -72,7 +72,7 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
         found = re.fullmatch(rf" *({'|'.join(metrics)}) *: *(\d+(?:\.\d+)?) *% *", part)
         if found is None:
             raise ArgumentError(
-                f"--fail takes METRIC:LIMIT of {', '.join(metrics)}, such as peak:5%, got {part!r}"
+                f"--fail takes limits on {', '.join(metrics)}, such as peak:5%, got {part!r}"
             )
         allowed[found[1]] = float(found[2]) / 100
     for name in ("workload", "batch_size", "num_devices", "precision", "mode"):

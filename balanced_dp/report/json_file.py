@@ -60,8 +60,8 @@ def load_report(path: str | Path) -> Report:
         raise ReportError(f"{path} is JSON, but not a report of balanced-dp")
     if record["schema"] != SCHEMA:
         raise ReportError(
-            f"{path} has version {record['schema']!r} of a report's fields, but this balanced-dp "
-            f"reads version {SCHEMA}; read it with the balanced-dp that wrote it, or tune again"
+            f"{path} has version {record['schema']!r} of the report format, but this balanced-dp "
+            f"reads version {SCHEMA}; read it with the balanced-dp that wrote it, or measure again"
         )
     try:
         report: Report = _REPORT.validate_python(record)
@@ -70,7 +70,7 @@ def load_report(path: str | Path) -> Report:
         loc = ".".join(map(str, first["loc"]))
         raise ReportError(f"{path} is not a report: {loc}: {first['msg']}") from None
     if not any(option.batch_size == report.batch_size for option in report.options):
-        raise ReportError(f"{path} is not a report: nothing was measured for its batch")
+        raise ReportError(f"{path} is not a report: no option has batch_size {report.batch_size}")
     return report
 
 

@@ -89,9 +89,9 @@ class Workload:
                 return tuple(args), kwargs, target
         types = ", ".join(type(item).__name__ for item in batch) if isinstance(batch, tuple) else ""
         raise ArgumentTypeError(
-            f"make_batch of {self.name} must return (arguments, keyword arguments, target), such "
-            f"as ((x,), {{}}, y), or (x, y), but returned {type(batch).__name__}"
-            f"{f' of {types}' if types else ''}"
+            f"make_batch of {self.name} must return (arguments, keyword arguments, target) or "
+            f"(tensor, target), such as ((x,), {{}}, y) or (x, y), but returned "
+            f"{type(batch).__name__}{f' of {types}' if types else ''}"
         )
 
 

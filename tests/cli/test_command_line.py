@@ -52,7 +52,7 @@ def test_versions():
         ("report a.json --html a.json", "a.json is named twice"),
         ("report none.json", "none.json cannot be read: No such file"),
         ("report a.json --against a.json --json a.json", "a.json is named twice"),
-        ("report a.json --against a.json --fail peak:5", "--fail takes METRIC:LIMIT of peak, "),
+        ("report a.json --against a.json --fail peak:5", "--fail takes limits on peak, "),
         ("report a.json --fail peak:5%", "--fail needs --against, the report to compare with"),
         ("plan --memory 1GiB", "no workload given; balanced-dp plan --list names the"),
         ("plan char-lm", "plan needs the capacity of each device, such as --memory 11GiB"),
@@ -104,7 +104,7 @@ def test_options_and_values_that_do_not_exist(command, message, invoke):
     ("redirected", "says"),
     [
         (">/dev/full", "the output cannot be written: No space left on device"),
-        (">&-", "stdout is closed; to write a file only, use >/dev/null"),
+        (">&-", "stdout is closed; to discard what is printed, use >/dev/null"),
         ("2>&-", ""),
         ("2>/dev/full", ""),
     ],

@@ -257,7 +257,7 @@ def padded(_, x, **options):
     return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, **options)[0]
 
 
-NO_ROWS, ROWS, LIST = "no one dimension", r"\(N, rows, \.\.\.\)", "if not, a tuple"
+NO_ROWS, ROWS, LIST = "no single dimension", r"\(N, rows, \.\.\.\)", "if not, a tuple"
 
 REMEDIES = [
     (padded, "total_length=", "total_length=", lambda m, x: padded(m, x, total_length=5)),

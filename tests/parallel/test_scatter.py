@@ -118,7 +118,7 @@ IMAGES = [torch.full((3, 4, 4 + i % 2), float(i)) for i in range(8)]
 TARGETS = [{"boxes": torch.full((i + 1, 4), float(i))} for i in range(8)]
 SEQUENCES = [torch.full((7, 2), float(i)) for i in range(8)]
 GRU = nn.GRU(3, 3, batch_first=True)
-SIZE = "split is for lists, and for tensors with several rows per sample"
+SIZE = "split is for lists of samples, and for tensors with several rows per sample"
 ONE_DEVICE = r"one device; if .* split=\('args.0',\)"
 EIGHT = r"args.0 is a list of 8 items.* split=\('args.0',\)"
 

@@ -167,10 +167,9 @@ def masked_mean_of(loss: Tensor) -> list[Any]:
 def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     """Return which reduction over samples an operator is, or "" if it is no mean or sum.
 
-    The result is ``"mean"``, ``"sum"``, ``"scaled sum"`` for a sum of products such as
-    ``(x * w).sum()``, or ``"divided sum"`` for a sum of quotients such as ``(x / n).sum()``. It is
-    also "" for a cross entropy, which reduces targets instead of samples, because the number of its
-    targets is unknown here.
+    The result is ``"mean"``, ``"sum"``, ``"sum of products"`` as in ``(x * w).sum()``, or
+    ``"sum of quotients"`` as in ``(x / n).sum()``. It is also "" for a cross entropy, which reduces
+    targets instead of samples, because the number of its targets is unknown here.
 
     Args:
         nodes: the autograd node of the operator on each replica.
@@ -202,16 +201,16 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
         reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
     if not are_samples:
-        raise UnclearError("it may add up or average entries that are not samples")
+        raise UnclearError("it may sum or average selected samples, or entries other than samples")
     return "mean" if code == 1 else _kind_of_sum(entries)
 
 
 def _kind_of_sum(entries: Any) -> str:
     """Return what kind of entries a sum adds up: products, quotients, or others.
 
-    The result is ``"scaled sum"`` for products, ``"divided sum"`` for quotients, or else ``"sum"``.
+    The result is ``"sum of products"``, ``"sum of quotients"``, or else ``"sum"``.
     Before the sum, the products or quotients may be reshaped, and added to each other or to other
-    terms. For example, the kind of ``(a * b + c).view(-1).sum()`` is ``"scaled sum"``.
+    terms. For example, the kind of ``(a * b + c).view(-1).sum()`` is ``"sum of products"``.
 
     Args:
         entries: the autograd node of the operator that computed the entries.
@@ -220,7 +219,7 @@ def _kind_of_sum(entries: Any) -> str:
     for node in found:
         name = _operator_name(node)
         if name in ("Mul", "Div"):
-            return "scaled sum" if name == "Mul" else "divided sum"
+            return "sum of products" if name == "Mul" else "sum of quotients"
         if name in ("Add", "Sub", "Rsub", "Neg", "Sum") or _KEEPS.fullmatch(name):
             found += [own for own, _ in node.next_functions if own and own not in found]
     return "sum"
@@ -232,7 +231,7 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     For example, a sum over samples that is divided by the number of samples is a ``"mean"``.
 
     Args:
-        name: the reduction, such as ``"mean"`` or ``"scaled sum"``.
+        name: the reduction, such as ``"mean"`` or ``"sum of products"``.
         factors: the number by which each replica multiplies the reduction.
         sizes: the number of samples of each replica.
         is_divided: whether the reduction is also divided by an argument of the call.
@@ -246,12 +245,12 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     is_mean = are_equal(products) and (not is_even or (sizes[0] > 2 and _is_one(products)))
     if (name == "mean" and is_constant) or (name != "mean" and is_mean):
         return "mean"
-    adds_up = name == "sum" or (name == "scaled sum" and is_divided)
+    adds_up = name == "sum" or (name == "sum of products" and is_divided)
     # If all chunks have the same size, a factor other than 1 may be the number of samples.
     is_known = not is_even or (_is_one(factors) and (sizes[0] > 1 or is_divided))
     if adds_up and is_constant and is_known:
         return "sum"
-    raise UnclearError(f"a {name} in it may be divided by a number that depends on the chunk")
+    raise UnclearError(f"it has a {name} with a factor or divisor that may depend on the chunk")
 
 
 def _divisor_of(node: Any) -> Any:

@@ -97,8 +97,8 @@ def weight_of_chunk(
     if not named.keys() >= {*names}:
         raise ArgumentError(
             f"loss_weight ({described(loss_weight)}) takes {', '.join(names)}, but the arguments "
-            f"of the call are {', '.join(named) or 'none'}; give its parameters the names of these "
-            "arguments, and a default to each parameter whose argument may be omitted"
+            f"of the call are {', '.join(named) or 'none'}; each parameter of loss_weight "
+            "must have the name of one of these arguments, or a default"
         )
     weight = loss_weight(**{name: named[name] for name in names})
     if isinstance(weight, Mapping):
@@ -116,6 +116,6 @@ def _checked(weight: Any) -> float | Tensor:
     if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
         raise ArgumentError(
             f"loss_weight must return a number of at least 0, a tensor of one element, or a "
-            f"dictionary from names of outputs to these, got {weight!r}"
+            f"dictionary that maps names of outputs to such weights, got {weight!r}"
         )
     return float(weight)
