@@ -31,9 +31,9 @@ def parse_capacities(
     Args:
         memory: the value of ``--memory``: one size for all devices, or a list with a size for each
             device, separated by commas.
-        num_devices: the value of ``--devices``. If it is None and ``memory`` is one size, the size
-            is that of each GPU if there are two or more GPUs and ``emulate`` is False. Otherwise,
-            it is the size of each of four emulated devices.
+        num_devices: the value of ``--devices``, or None for the default: all GPUs if there are two
+            or more, otherwise four emulated devices. A single size in ``memory`` is repeated for
+            each of these devices.
         emulate: whether to emulate devices even if there are GPUs.
 
     Raises:

@@ -83,8 +83,8 @@ def weight_of_chunk(
 
     Args:
         loss_weight: the function that returns the weight. Each parameter of ``loss_weight`` gets
-            the argument of ``function`` that has the same name. If the call has no argument of this
-            name, the parameter keeps its default.
+            the argument of ``function`` that has the same name. If ``function`` is called without
+            an argument of this name, the parameter keeps its default.
         function: the function that computes the losses.
         arguments: the arguments of ``function`` for the chunk.
 
