@@ -19,10 +19,11 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
 
     Several successive submodules form a group. The parameters of a group go to the same device,
     since these parameters are copied together and used soon after one another. The first group goes
-    to the first device. A later group goes to the device whose parameters, with those of the
-    group's first submodule, take the smallest share of its total memory. So successive groups are
-    usually on different devices, and all devices receive gradients during the whole backward pass,
-    not one device after another.
+    to the first device. When a later group begins, it is assigned to the device that would then be
+    the least full: the one on which parameters, including those of the group's first submodule,
+    would take the smallest share of the memory. So successive groups are usually on different
+    devices, and all devices receive gradients during the whole backward pass, not one device after
+    another.
 
     Args:
         module: the module. Before the call, it may be on the CPU, for example because it fits on no
