@@ -83,10 +83,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             or no input is split. None means no limit: the split is even, or in proportion to
             ``device_weights``. ``"auto"`` searches for the split that leaves the largest share of
             memory free on the fullest device. The search starts with the even split, and reads the
-            peak memory of the devices after each optimizer step. It tries at most six splits. If
-            memory runs out, the search may change the split at once, and may try more than six
-            splits. So catch ``torch.OutOfMemoryError``, and repeat the step. State dicts contain
-            the split that ``"auto"`` has found.
+            peak memory of the devices after each optimizer step. It tries at most six splits. A
+            split with which memory runs out raises ``torch.OutOfMemoryError``. Catch the error and
+            repeat the step: the search then uses another split, if there is one, and may try more
+            than six. State dicts contain the split that ``"auto"`` has found.
         module: the module to parallelize. With ``spread``, or with a single device, the constructor
             moves its parameters and buffers to their devices. With several devices and without
             ``spread``, they must be on ``device_ids[0]``.

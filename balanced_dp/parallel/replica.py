@@ -184,9 +184,9 @@ class Replica:
 
         A bound method in a dictionary of its own module makes a reference cycle, which only the
         garbage collector could free. So when the replica is deleted, ``__del__`` replaces the
-        stored methods and hooks by functions that have only weak references to the copies. These
-        functions are for code that still holds a module of the replica. Each binds its method or
-        hook again when it is called.
+        stored methods and hooks by functions that have only weak references to the copies. Code
+        that still holds a module of the replica may call such a function, which then binds the
+        method or hook to the copies again, and calls it.
         """
         bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
