@@ -153,7 +153,7 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
     torch.testing.assert_close(models[1](input=models[0](x)).gather(), second(first(x)))
     outputs = BalancedDataParallel(1, first, ["cpu"] * 2, gather=False)(x)
     if device_ids is None:
-        with pytest.raises(ScatterError, match=r"is PerDevice.* on cpu; gather\(\) the input first"):
+        with pytest.raises(ScatterError, match=r"is PerDevice.* on cpu; gather\(\)"):
             models[1](outputs)
 
 
