@@ -348,8 +348,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class Receive(torch.autograd.Function):
     """Return aliases of parameters; in backward, pass on the gradients of the aliases.
 
-    The parameters belong to one bucket: a group of tensors on one CUDA device, their home, that are
-    copied together. The aliases are inputs of the ``Broadcast`` nodes of all other devices. So
+    The parameters belong to one bucket: a group of tensors that are copied together. The tensors
+    are on one CUDA device, their home. The aliases are inputs of the ``Broadcast`` nodes of all other devices. So
     autograd adds up the gradients from these devices before it runs the backward of this node. The
     gradients are added up on the CUDA stream that was current when this node was made.
 
@@ -378,7 +378,7 @@ class Broadcast(torch.autograd.Function):
     """Make copies of parameters differentiable: send their gradients to the originals' device.
 
     The copies have been made before, and forward only returns them. The parameters belong to one
-    bucket: a group of tensors on one device, their home, that are copied together.
+    bucket: a group of tensors that are copied together. The tensors are on one device, their home.
     """
 
     @staticmethod

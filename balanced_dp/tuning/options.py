@@ -32,7 +32,7 @@ def arguments_of(split: Split) -> dict[str, Any]:
 class Option:
     """A way to train a batch, and the memory and time measured in a training step.
 
-    Each tuple has one entry for each device, in the order of the devices.
+    The attributes that are tuples have one entry for each device, in the order of the devices.
 
     Attributes:
         gather: whether outputs are gathered on one device. Otherwise each device computes the loss

@@ -22,9 +22,10 @@ its mask. These checks end with the first call that shows whether the loss is a 
 A call without gradients has no autograd graph to follow. There, an output is joined as follows:
 
 - An output that is a cross entropy is joined like a cross entropy in a call with gradients.
-- Any other output is joined as in the last call with gradients, if both calls have equally many
-  cross entropies, and arguments of the same names (not counting those that are None). An exception
-  is a masked mean: it is averaged with the n_i as weights, and a warning is issued.
+- Any other output is joined as in the last call with gradients, if that call had equally many
+  cross entropies and the same arguments, with any values. (An argument that is None counts as
+  missing.) An exception is a masked mean: it is averaged with the n_i as weights, and a warning is
+  issued.
 - In all other cases, ``Call._by_value`` compares the value of the output with the value of each
   cross entropy. If the output is a multiple of a cross entropy, it is joined like this cross
   entropy. Otherwise, it is averaged with a warning.
@@ -71,8 +72,9 @@ class OutputHistory:
             dotted path of the output. An output for which this is not yet known has no entry.
         seen: a set with three kinds of entries:
 
-            - a function and a bool: ``Call.look_for_mixing`` has checked this function, with chunks
-              of equal size (True) or of different sizes (False).
+            - a function and a bool: ``Call.look_for_mixing`` has checked whether the samples of a
+              chunk affect each other in this function, with chunks of equal size (True) or of
+              different sizes (False).
             - a function and the dotted path of an output: ``Call.join`` has joined this output,
               which was a single number on each replica instead of one row for each sample.
             - a string: a warning was issued about this input or output.
