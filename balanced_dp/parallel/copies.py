@@ -349,9 +349,10 @@ class Receive(torch.autograd.Function):
     """Return aliases of parameters; in backward, pass on the gradients of the aliases.
 
     The parameters belong to one bucket: a group of tensors that are copied together. The tensors
-    are on one CUDA device, their home. The aliases are inputs of the ``Broadcast`` nodes of all other devices. So
-    autograd adds up the gradients from these devices before it runs the backward of this node. The
-    gradients are added up on the CUDA stream that was current when this node was made.
+    are on one CUDA device, their home. The aliases are inputs of the ``Broadcast`` nodes of all
+    other devices. So autograd adds up the gradients from these devices before it runs the backward
+    of this node. The gradients are added up on the CUDA stream that was current when this node was
+    made.
 
     Besides the aliases, this node returns an empty tensor, the token. The token delays the backward
     of this node. For example, let a model have the buckets b0 and b1. The token of b1 is an input
