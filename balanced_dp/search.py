@@ -172,7 +172,11 @@ class Search:
         return over
 
     def wanted(self) -> Iterator[Split]:
-        """Yield the split to measure next. Take only the first split from this generator."""
+        """Yield the split to measure next, or nothing if the search is over.
+
+        Take only the first split from this generator, measure it, and call this method again: the
+        next split depends on the result.
+        """
         if not self.told:
             yield self.split(self.even)
         values = range(self.even + 1)
@@ -212,10 +216,10 @@ class Search:
                 holds memory even without samples.
             close: the result may be too small by at most ``result // close``. For example,
                 ``close=100`` allows an error of 1 %. By default, the result is exact.
-            bends_up: whether the excess is a convex function of the number. Then the line through
-                two measurements is a lower bound of the excess at all larger numbers. Those
-                at which this line is above 0 exceed the limit. The search ends when only such
-                numbers are left.
+            bends_up: whether the excess is a convex function of the number. If it is, the excess of
+                each larger number is at least as high as the line through two measurements. So
+                numbers at which this line is above 0 exceed the limit, and the search ends when
+                only such numbers are left.
             start: the number to measure first.
 
         Yields:

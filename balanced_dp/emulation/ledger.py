@@ -173,7 +173,7 @@ class DeviceLedger:
             self._mark_peak()
 
     def reset_script_peak(self) -> None:
-        """Lower the peak that scripts read in ``torch.cuda`` to the bytes allocated now."""
+        """Set the peak that scripts read through ``torch.cuda`` to the bytes allocated now."""
         with self._lock:
             self._free_blocks()
             self.script_peak_bytes = self._allocated_bytes

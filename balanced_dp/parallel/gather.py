@@ -47,8 +47,8 @@ class Gather:
       a tuple is read as outputs, and a list is read as outputs in three cases: it is equal on all
       replicas, it contains a tensor whose batch dimension has the chunk size, or it contains
       tensors that all have one element. Any other list is read as entries. A warning is issued
-      about a list that is read as outputs, since its items may be entries. If it has only one item,
-      the warning is issued only if this item is a dictionary.
+      about a list that is read as outputs, since its items may be entries. The exception is a list
+      of one item that is not a dictionary: there is no warning.
     - Other containers are joined item by item: each item of the result is joined from the items
       with the same name or position. A key-value cache of Hugging Face's transformers becomes None,
       with a warning. Any other value must be equal on every replica and is returned unchanged.

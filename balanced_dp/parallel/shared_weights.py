@@ -43,8 +43,9 @@ class ParameterCopies:
             parameters: the parameters, each given once.
 
         Raises:
-            RuntimeError: inside ``shared``, a parameter that requires grad was changed since the
-                first call in the block, or any parameter was replaced, frozen or unfrozen.
+            RuntimeError: in a ``with`` block of ``shared``, a parameter that requires grad was
+                changed since the first call in the block, or any parameter was replaced, frozen or
+                unfrozen.
         """
         result = dict.fromkeys(devices, parameters)
         homes = {parameter.device for parameter in parameters}
@@ -97,7 +98,7 @@ class _Block:
 
         Raises:
             RuntimeError: a parameter that requires grad was changed since the first call in the
-                block, or any parameter was replaced, frozen or unfrozen.
+                ``with`` block, or any parameter was replaced, frozen or unfrozen.
         """
         versions = {
             # Writes to frozen parameters are allowed, since forward itself may write to them: see

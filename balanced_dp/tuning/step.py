@@ -54,8 +54,8 @@ class StepMeter:
 
     A split is the number of samples of each device. This class is a context manager. At the end of
     the ``with`` block, the model and the optimizer are freed. Inside the ``with`` block, Python's
-    garbage collector runs only between measurements. So garbage collection affects all measurements
-    alike, and costs little time.
+    garbage collector runs only between measurements. So all measurements begin without garbage, and
+    none is interrupted by the collector.
 
     Args:
         workload: the workload to train. If ``workload.model`` is a module, a copy of it is trained.

@@ -36,9 +36,10 @@ class WorkloadSearch(Search):
     largest: int = 2**16
 
     def wanted(self) -> Iterator[Split]:
-        """Yield the split to measure next. Take only the first split from this generator.
+        """Yield the split to measure next, or nothing if the search is over.
 
-        After the measurement, call this method again: the next split depends on the result.
+        Take only the first split from this generator, measure it, and call this method again: the
+        next split depends on the result.
 
         There are three searches. The first finds the best ``gpu0_bsz`` for ``batch_size`` samples.
         The second finds the largest batch that fits with the even split. The third finds the
