@@ -115,7 +115,7 @@ class Search:
 
     def next(self) -> Split | None:
         """Return the split to measure next, or None if the search is over."""
-        return next(self.wanted(), None)
+        return next(self._wanted(), None)
 
     @property
     def best(self) -> int | None:
@@ -171,11 +171,11 @@ class Search:
             over[self.even] = max(over[self.even], EQUAL)
         return over
 
-    def wanted(self) -> Iterator[Split]:
+    def _wanted(self) -> Iterator[Split]:
         """Yield the split to measure next, or nothing if the search is over.
 
-        Take only the first split from this generator, measure it, and call this method again: the
-        next split depends on the result.
+        ``next`` takes only the first split from this generator. After its measurement, it calls
+        this method again, because the next split depends on the result.
         """
         if not self.told:
             yield self.split(self.even)

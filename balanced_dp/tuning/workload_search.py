@@ -35,11 +35,8 @@ class WorkloadSearch(Search):
     for_speed: bool = True
     largest: int = 2**16
 
-    def wanted(self) -> Iterator[Split]:
+    def _wanted(self) -> Iterator[Split]:
         """Yield the split to measure next, or nothing if the search is over.
-
-        Take only the first split from this generator, measure it, and call this method again: the
-        next split depends on the result.
 
         There are three searches. The first finds the best ``gpu0_bsz`` for ``batch_size`` samples.
         The second finds the largest batch that fits with the even split. The third finds the
@@ -49,7 +46,7 @@ class WorkloadSearch(Search):
         go to device 0. The second step finds the largest batch with which device 0 holds at most
         its budget.
         """
-        yield from super().wanted()
+        yield from super()._wanted()
         num, told = len(self.budgets), self.told.items()
         even = {sum(s): max(f) - 1 for s, f in told if s == split_batch(sum(s), num, sum(s))}
         sizes = range(1, self.largest + 1)
