@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType
 
 
@@ -85,11 +86,20 @@ class BalanceWarning(UserWarning):
     """
 
 
+listeners: list[Callable[[str], object]] = []
+"""Functions that get the message of each ``BalanceWarning``, even if the program ignores warnings.
+
+``balanced-dp run`` adds such a function, to repeat the warnings below the output of a script.
+"""
+
+
 def warn(message: str) -> None:
     """Issue a ``BalanceWarning`` for the line of the program that called into balanced_dp.
 
     This is the innermost line of the call stack that is outside torch and balanced_dp.
     """
+    for listen in listeners:
+        listen(message)
     level, _ = calling_frame()
     warnings.warn(message, BalanceWarning, stacklevel=level)
 

@@ -10,7 +10,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
+from .. import errors
 from ..emulation.fallback import accelerators, training_devices
 from ..emulation.machine import current_machine
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
@@ -94,9 +96,15 @@ def run_and_measure(
         loop = Loop(
             gpu0_bsz, devices, capacities and [size - reserve for size in capacities], steps
         )
-        with loop.recording(), replaced_data_parallel(loop) as calls:
+        warned: list[str] = []
+        with (
+            loop.recording(),
+            replaced_data_parallel(loop) as calls,
+            mock.patch.object(errors, "listeners", [warned.append]),
+        ):
             exit_code = run_script(script, script_arguments, is_module)
         notes, name = tuple(loop.notes(has_failed=exit_code != 0)), Path(script).name
+        notes += tuple(f"Warning: {message}." for message in dict.fromkeys(warned))
         tried = loop.last_split
         if exit_code == 1 and tried and tried[0] < even_share(sum(tried), len(tried)):
             fact = f"The script failed after a call in chunks of {tried}"

@@ -24,6 +24,7 @@ import torch.utils._device as default_device
 
 from ..errors import EmulationError
 from . import cuda_functions, device_module
+from .ledger import Label
 from .machine import DEVICE_TYPE, Machine, Patches, current_machine, has_machine
 from .tensor import EmulatedTensor
 
@@ -230,24 +231,26 @@ def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False)
     ``device`` is the emulated device of the copy; None means the current device.
     """
     machine = current_machine()
+    index = machine.index_of(device)
     moved = self.clone()
     moved.__class__ = StorageOnDevice
-    moved._device = machine.devices[machine.index_of(device)]
+    moved._device = machine.devices[index]
+    machine.enter(index, moved, Label.OTHER)
     return moved
 
 
 def location_of(storage: torch.UntypedStorage) -> str | None:
-    """Return the location of ``storage``, such as "cuda:0", or None if it is not on "cuda".
+    """Return the location of the storage of an emulated tensor, or None for other storages.
 
-    ``torch.save`` calls this function and writes the location into the file. If the emulated
-    devices are not named "cuda", the result is None for every storage. The data of emulated tensors
-    is in CPU storages, so torch then writes the location "cpu". A file with the location "cpu" can
-    be loaded on any machine.
+    ``torch.save`` calls this function and writes the location into the file. The location is the
+    device, such as "cuda:0", if emulated devices are named "cuda". Otherwise it is "cpu", so that
+    the file can be loaded on any machine.
     """
     machine, allocation = current_machine(), getattr(storage, "_allocation", None)
-    if allocation is None or machine.device_type != CUDA:
+    if allocation is None:
         return None
-    return f"{CUDA}:{machine.ledgers.index(allocation.ledger)}"
+    index = machine.ledgers.index(allocation.ledger)
+    return f"{CUDA}:{index}" if machine.device_type == CUDA else "cpu"
 
 
 def restore(storage: Any, location: str) -> Any:

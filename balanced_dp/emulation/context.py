@@ -65,8 +65,9 @@ class EmulatedDevices(list[torch.device]):
         """Return the bytes allocated on ``device`` for each use of memory, now and at the peak.
 
         The uses are parameter, buffer, gradient, optimizer state, input, activation, gathered
-        output and other. Inputs are tensors that were copied from the CPU. Gathered outputs are
-        outputs that were copied from another device. Gradients are the gradients of leaf tensors.
+        output and other. Inputs are tensors that were copied from the CPU, and results of operators
+        that were copied from device 0. Gathered outputs are results that were copied from another
+        device. Gradients are the gradients of leaf tensors.
         All other results of operators count as activations, whether they are computed in the
         forward pass, in the loss or in the backward pass. Tensors that ``torch.zeros`` and similar
         functions create, and temporary tensors of an optimizer's ``step``, count as "other".

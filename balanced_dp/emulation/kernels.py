@@ -176,7 +176,8 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
       example "activation".
     - Otherwise, a copy on another device keeps the label of ``source``, unless this label is
       provisional. If it is provisional, then during a backward pass, the copy gets the label of the
-      running operator's results. At other times, the copy is labelled as a gathered output.
+      running operator's results. At other times, a copy from device 0, which scatters inputs, is
+      labelled as an input, and a copy from another device as a gathered output.
     """
     label = label_of_results(machine)
     if label is Label.GRADIENT:
@@ -187,7 +188,9 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
     known = allocations_of(source)[0].block.label
     if known not in PROVISIONAL:
         return known
-    return label if is_in_backward() else Label.GATHERED_OUTPUT
+    if is_in_backward():
+        return label
+    return Label.GATHERED_OUTPUT if source.get_device() else Label.INPUT
 
 
 _ENGINE = torch.autograd._engine_run_backward.__code__  # type: ignore[attr-defined]

@@ -281,7 +281,7 @@ class Loop(AutoSplit):
         if self.wanted == "auto" and search.smallest > 1 and search.best in (0, 2):
             yield (
                 "gpu0_bsz=1 was not tried, because BatchNorm would compute its statistics from a "
-                "single sample."
+                "chunk of one sample."
             )
 
     def _parameters(self) -> Iterator[torch.Tensor]:

@@ -215,6 +215,15 @@ def test_a_model_that_is_called_by_forward(script):
         assert option.peak_bytes == pytest.approx(by_split[option.chunk_sizes], rel=0.1)
 
 
+def test_warnings_that_a_script_hides_are_repeated(script):
+    """The loss of overhaul-distillation is averaged, and the script ignores all warnings."""
+    hook = "model.register_forward_hook(lambda m, x, y: (y * y.sigmoid()).sum())\nif wraps:"
+    hides = f"import warnings\nwarnings.simplefilter('ignore')\n{hook}"
+    script.write_text(SCRIPT.replace("if wraps:", hides))
+    *_, note = measured(script, "4", "64", "wrap")[1].notes
+    assert "Warning: output (the whole) of Sequential" in note and "sum of products" in note
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_chunks_of_one_with_batch_norm(evaluates, script):
     """CenterNet's best value is 1 if the statistics are frozen; 2 was recommended.

@@ -200,7 +200,7 @@ def test_copies_keep_their_use(devices):
     replica = {name: p.to(devices[1]) for name, p in module.named_parameters()}
     weights = {"parameter": cost(module.parameters())}
     assert used(devices, 0) == used(devices, 1) == weights
-    x = torch.zeros(8, 100).to(devices[1])
+    x = (torch.zeros(8, 100).to(devices[0]) + 1).to(devices[1])
     with_input = weights | {"input": cost([x])}
     assert used(devices, 1) == with_input
 

@@ -43,10 +43,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "nonzero": lambda x, i: (i > 1).nonzero()[:, 0],
     "written in place": lambda x, i: i.clone().masked_fill_(i > 1, 7),
     "write through a mask": lambda x, i: _written(x, i > 1),
-    "zeros_like": lambda x, i: [
-        torch.zeros_like(x, dtype=torch.int64),
-        torch.zeros_like(i).half(),
-    ],
+    "zeros_like": lambda x, i: [torch.zeros_like(x, dtype=torch.int64), torch.zeros_like(i).half()],
     "embedding": lambda x, i: [F.embedding(i[None], x), F.embedding(x.argmax(1) % 4, x)],
     "repeat_interleave": lambda x, i: x.repeat_interleave(i, 0),
     "random": lambda x, i: torch.randn_like(x).exponential_(),

@@ -266,13 +266,17 @@ def test_pickle_makes_cpu_tensors(devices):
 
 @pytest.mark.parametrize("as_cuda", [False, True], ids=["lazy", "cuda"])
 def test_checkpoints_load_to_a_device(as_cuda, emulate, tmp_path):
-    """Files load on the CPU by default, unless the devices are named cuda."""
+    """Files load on the CPU by default, unless the devices are named cuda.
+
+    Tensors that were loaded to a device could not be saved, and counted as activations.
+    """
     devices, path = emulate(4, as_cuda=as_cuda), tmp_path / "model.pt"
     kind, (_, model, optimizer) = devices[0].type, train(MODELS["tied weights"], devices[1])
     torch.save([model.state_dict(), optimizer.state_dict(), torch.arange(3)], path)
     weights, states, epoch = torch.load(path)  # with weights_only, its default
     where = [x.device for x in (weights["0.weight"], states["state"][0]["exp_avg"], epoch)]
     assert where == [devices[1] if as_cuda else CPU] * 2 + [CPU]
+    assert bool(torch.lazy.memory_breakdown(devices[1]).now["other"]) == as_cuda
     assert weights["0.weight"].data_ptr() == weights["1.weight"].data_ptr()
     model.load_state_dict(weights)
     optimizer.load_state_dict(states)
@@ -289,6 +293,7 @@ def test_checkpoints_load_to_a_device(as_cuda, emulate, tmp_path):
         weight = torch.load(path, map_location=location)[0]["0.weight"]
         assert weight.device == device
         assert torch.equal(weight.cpu(), model[0].weight.detach().cpu())
+        torch.save(weight, tmp_path / "again.pt")
     with pytest.raises(EmulationError, match=f"no emulated device {kind}:9"):
         torch.load(path, map_location=f"{kind}:9")
 

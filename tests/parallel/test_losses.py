@@ -517,9 +517,7 @@ def test_an_argument_in_a_container_may_be_left_out():
 
 
 def test_divided_entries_are_no_sum_for_an_argument():
-    model, bare = make(
-        lambda n, x, o, mask, items: (rows(o) * mask / mask.sum()).sum() / items,
-    )
+    model, bare = make(lambda n, x, o, mask, items: (rows(o) * mask / mask.sum()).sum() / items)
     assert step(model, bare, True, given_to(EXACT["masked, by an argument"]))[1]
 
 
@@ -670,10 +668,7 @@ def test_evaluation_with_fewer_cross_entropies_in_a_chunk():
 
     model, _ = make(loss)
     assert step(model, model.module, True, {"x": X, "y": Y})[0]
-    with (
-        torch.no_grad(),
-        pytest.warns(BalanceWarning, match="no call with gradients"),
-    ):
+    with torch.no_grad(), pytest.warns(BalanceWarning, match="no call with gradients"):
         model(X, y=Y)
 
 

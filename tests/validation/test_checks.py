@@ -47,8 +47,7 @@ def test_replicas_that_share_a_device(stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("measured", "peak_used", "ok"),
-    [(1000, 0, [True, True]), (2000, 2**40, [False, False])],
+    ("measured", "peak_used", "ok"), [(1000, 0, [True, True]), (2000, 2**40, [False, False])]
 )
 def test_predictions_and_measurements(measured, peak_used, ok, stand_in, monkeypatch):
     """NVML's number may be lower than predicted, or higher by what a plan keeps free."""
@@ -58,8 +57,7 @@ def test_predictions_and_measurements(measured, peak_used, ok, stand_in, monkeyp
     )
     of_nvml = SimpleNamespace(used_bytes=0, peak_used_bytes=peak_used)
     probe = SimpleNamespace(
-        snapshot=lambda: [of_nvml],
-        measure=lambda: nullcontext(SimpleNamespace(devices=[of_nvml])),
+        snapshot=lambda: [of_nvml], measure=lambda: nullcontext(SimpleNamespace(devices=[of_nvml]))
     )
     monkeypatch.setattr(checks, "MemoryProbe", lambda devices: probe)
     monkeypatch.setattr(checks, "even_share", lambda *_: 0)
