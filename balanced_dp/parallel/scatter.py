@@ -283,7 +283,7 @@ class Inputs:
             remedy = remedy or f"if it has an entry for each sample, split=({path!r},) splits it"
             silence = silence or f"broadcast=({path!r},)"
             name = type(value).__name__
-            warn(f"input {path} is a {name} {fact}; {remedy}; {silence} silences this warning")
+            warn(f"argument {path} is a {name} {fact}; {remedy}; {silence} silences this warning")
 
 
 def _sequences(inputs: Named) -> Iterator[tuple[str, Any]]:
@@ -312,7 +312,7 @@ def _are_alike(value: Any) -> bool:
 
 
 def _error(path: str, message: str) -> ScatterError:
-    return ScatterError(f"input {path} {message}")
+    return ScatterError(f"argument {path} {message}")
 
 
 def _is_below(path: str, others: Iterable[str]) -> bool:

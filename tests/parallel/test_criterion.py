@@ -279,7 +279,7 @@ MSE.function = masked_mean  # an attribute of this name was taken for forward
         (lambda outputs: CE(outputs, classes()), TypeError, ON_TENSORS + REMEDY),
         (
             *(lambda outputs: outputs.map(accuracy, classes()[:3]), ScatterError),
-            r"input targets of shape \(3,\) has size 3",
+            r"argument targets of shape \(3,\) has size 3",
         ),
         (
             *(lambda outputs: BalancedCriterion(CE)(outputs, classes()[:30]), ScatterError),

@@ -80,10 +80,10 @@ def test_broadcast_takes_a_path_or_one_above_it(path):
 
 
 BY_FIRST = (
-    r"input x.1.mask of shape \(3, 4\) has size 3 along dim 0, but the batch has 5 samples \(the "
+    r"argument x.1.mask of shape \(3, 4\) has size 3 along dim 0, but the batch has 5 samples .the "
     r"size of its first tensor, x.0\); broadcast=\('x.1.mask',\) copies it whole to each device; "
 )
-NOT_SPLIT = "input x is sparse or nested, and cannot be split"
+NOT_SPLIT = "argument x is sparse or nested, and cannot be split"
 NESTED = torch.nested.nested_tensor([torch.ones(2)] * 5, layout=torch.jagged)
 PACKED = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
 
@@ -92,7 +92,7 @@ PACKED = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
     ("value", "dim", "message"),
     [
         ([torch.zeros(5), {"mask": torch.zeros(3, 4)}], 0, BY_FIRST),
-        ({"mask": torch.zeros(5)}, 1, r"input x.mask of shape \(5,\) has no dimension 1 to split"),
+        ({"mask": torch.zeros(5)}, 1, r"argument x.mask of shape .* has no dimension 1 to split"),
         ([PACKED], 0, "x.0 is a PackedSequence, which has no batch dimension; pass a padded"),
         (torch.eye(5).to_sparse(), 0, NOT_SPLIT),
         (NESTED, 0, NOT_SPLIT),
@@ -147,7 +147,7 @@ def gru(_, x, h):
         (sums, (np.arange(5),), ONE_DEVICE, None, None),
         (
             *(gru, (X[:, None], torch.ones(1, 8, 3))),
-            "input args.1 of .* if its samples are along another dimension, transpose it",
+            "argument args.1 of .* if its samples are along another dimension, transpose it",
             *({}, (X[:, None], torch.ones(8, 1, 3))),
         ),
         (
@@ -185,7 +185,7 @@ def test_sequences_are_cut_where_that_is_asked_for():
     for wrong, fact in ((["a", "b", "c"], "has 3 entries"), (5, "int is no list"), ("abcd", "str")):
         with pytest.raises(ScatterError, match=f"x.1 is named in split, but {fact}"):
             cut([torch.zeros(4), wrong], 2, 2, split=("x.1",))
-    with pytest.raises(ScatterError, match="input is named in split, but generator is no list"):
+    with pytest.raises(ScatterError, match="argument input is named .* but generator is no list"):
         BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2, split="input")(x for x in "ab")
 
 
@@ -276,7 +276,7 @@ def wrap(forward):
     return BalancedDataParallel(2, Lambda(forward), ["cpu", "cpu"])
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:input", "ignore:.*as long as each chunk")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:argument", "ignore:.*as long as each chunk")
 @given(
     *(st.sampled_from(KINDS), structures, structures),
     *(st.integers(1, 5), st.integers(1, 9), st.integers(0, 9), st.sampled_from([0, 1])),
