@@ -64,7 +64,7 @@ def split_batch(
 
 
 def even_share(batch_size: int, num_devices: int) -> int:
-    """Return the chunk size of each device in an even split; the last chunks may be smaller."""
+    """Return the largest chunk size of an even split, such as 8 for 30 samples on 4 devices."""
     return -(-batch_size // num_devices)
 
 

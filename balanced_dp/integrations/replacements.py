@@ -31,8 +31,9 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
 
     ``BalancedDataParallel`` takes the place of ``nn.DataParallel`` and of the function
     ``nn.parallel.data_parallel``. ``BalancedTrainer`` takes the place of the ``Trainer`` of
-    transformers. The replacement of ``nn.DataParallel`` takes the same arguments, and
-    ``isinstance(model, nn.DataParallel)`` is still true. If a script subclasses ``nn.DataParallel``
+    transformers. The name ``nn.DataParallel`` then refers to a subclass of ``BalancedDataParallel``
+    that takes the arguments of ``nn.DataParallel``, and ``isinstance(model, nn.DataParallel)`` is
+    still true. If a script subclasses ``nn.DataParallel``
     and overrides a method such as ``forward`` or ``scatter``, the subclass is derived from torch's
     class, not from the replacement. ``Trainer`` is replaced if its first import is inside the
     block, and it stays replaced after the block.
