@@ -88,7 +88,7 @@ def compare(parallel: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         warnings.simplefilter("always", BalanceWarning)
         twin = copy.deepcopy(parallel).eval()
         twin.gpu0_bsz = parallel.gpu0_bsz  # not "auto", which might try other splits
-        twin.gathers_outputs, twin.spread = True, False
+        twin.gathers_outputs = True
         batches = (twin.scatter(*_copied(inputs, kwargs), twin.devices[:1]) for _ in range(2))
         whole, again = (_results(twin.module, twin.module(*args, **kw)) for [args], [kw] in batches)
         inputs, kwargs = _copied(inputs, kwargs)

@@ -224,7 +224,7 @@ def copy_to(
     broadcast to them, by NCCL if torch has it.
 
     Args:
-        devices: the destinations, each given once.
+        devices: the destinations; a device may repeat.
         tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
         arrivals: if given, this object gets a CUDA event that marks the end of the copy of each
             piece, and the caller has to wait for these events. If None, the current streams wait
@@ -248,7 +248,6 @@ def copy_to(
     return copies
 
 
-@torch.no_grad()
 def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) -> None:
     """Copy tensors between CUDA devices in buckets, and store the results in ``copies``.
 

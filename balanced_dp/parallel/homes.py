@@ -29,13 +29,12 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
             single device.
         devices: the devices; a device may be given twice.
     """
-    devices = list(dict.fromkeys(devices))
     is_known = all(hasattr(torch.get_device_module(d), "get_device_properties") for d in devices)
     num_bytes_of = capacities_of(devices) if is_known else [1] * len(devices)
     capacities = dict(zip(devices, num_bytes_of, strict=True))
     held = dict.fromkeys(devices, 0)
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    run_bytes = min(num_bytes // (2 * len(devices)), BUCKET_BYTES)
+    run_bytes = min(num_bytes // (2 * len(held)), BUCKET_BYTES)
     home, free_bytes = devices[0], run_bytes
     seen: set[nn.Parameter] = set()
     for submodule in module.modules():

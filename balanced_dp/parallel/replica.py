@@ -289,13 +289,12 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     return copy
 
 
-_OF_REPLICAS = nn.Module()
+_OF_REPLICAS = nn.Module()._replicate_for_data_parallel()
 """An empty module that is marked as a replica.
 
 Its ``zero_grad`` only warns that it has no effect. The modules of each replica use this
 ``zero_grad``, so they warn as the replicas of ``nn.DataParallel`` do.
 """
-_OF_REPLICAS.__dict__["_is_replica"] = True
 
 
 def _bind(value: Any, copies: Mapping[Any, Any]) -> Any:

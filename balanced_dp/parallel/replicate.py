@@ -103,7 +103,7 @@ def _buffers_of_replicas(
     The first replica gets the original buffers that are on its device, and copies of all others.
     Every other replica gets only copies.
     """
-    sent = copy_to([*dict.fromkeys(devices)], buffers)
+    sent = copy_to(devices, buffers)
     for i, device in enumerate(devices):
         # The first replica on each device gets the result of copy_to, and any other replica on the
         # same device gets further copies.
