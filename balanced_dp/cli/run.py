@@ -106,7 +106,9 @@ def run_and_measure(
         notes, name = tuple(loop.notes(has_failed=exit_code != 0)), Path(script).name
         notes += tuple(f"Warning: {message}." for message in dict.fromkeys(warned))
         tried = loop.last_split
-        if exit_code == 1 and tried and tried[0] < even_share(sum(tried), len(tried)):
+        # With shapes only, a script usually fails because it reads a value.
+        is_uneven = tried and tried[0] < even_share(sum(tried), len(tried))
+        if exit_code == 1 and is_uneven and not symbolic:
             fact = f"The script failed after a call in chunks of {tried}"
             notes += (f"{fact}. To rule out the split as the cause, try --gpu0-bsz even.",)
         if exit_code == 1 and found and any(num_ooms(found)):
