@@ -249,8 +249,9 @@ def location_of(storage: torch.UntypedStorage) -> str | None:
     machine, allocation = current_machine(), getattr(storage, "_allocation", None)
     if allocation is None:
         return None
-    index = machine.ledgers.index(allocation.ledger)
-    return f"{CUDA}:{index}" if machine.device_type == CUDA else "cpu"
+    if machine.device_type != CUDA:
+        return "cpu"
+    return f"{CUDA}:{machine.ledgers.index(allocation.ledger)}"
 
 
 def restore(storage: Any, location: str) -> Any:
