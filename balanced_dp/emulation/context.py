@@ -31,8 +31,9 @@ FOR_EMULATION = """
     _C._current_autograd_node _C._current_graph_task_id _C._dispatch_has_kernel_for_dispatch_key
     _C._is_autocast_available _C._ExcludeDispatchKeyGuard _C.DispatchKeySet
     _C.DispatchKey.AutocastPrivateUse1 _C.DispatchKey.CompositeImplicitAutograd
-    ops.aten._conj.default._schema ops.aten._neg_view ops.aten._to_copy
-    ops.aten._scaled_dot_product_attention_math _C._storage_Use_Count ops.aten._efficientzerotensor
+    _C.DispatchKey.AutogradNestedTensor ops.aten.linear_backward ops.aten._conj.default._schema
+    ops.aten._neg_view ops.aten._to_copy ops.aten._scaled_dot_product_attention_math
+    _C._storage_Use_Count ops.aten._efficientzerotensor
     _C._dispatch_get_registrations_for_dispatch_key
 """
 """The names in torch that the emulation uses, such as functions and classes.

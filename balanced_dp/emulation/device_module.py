@@ -132,21 +132,17 @@ def empty_cache() -> None:
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
     """Return the state of the random number generator of the device."""
-    return _generator(device).get_state()
+    return current_machine().generators[_index(device)].get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     """Set the state of the random number generator of the device."""
-    _generator(device).set_state(new_state)
+    current_machine().generators[_index(device)].set_state(new_state)
 
 
 def ledger_of(device: Device) -> DeviceLedger:
     """Return the ``DeviceLedger`` of the device, which records the memory allocated on it."""
     return current_machine().ledgers[_index(device)]
-
-
-def _generator(device: Device) -> torch.Generator:
-    return current_machine().generators[_index(device)]
 
 
 def _index(device: Device) -> int:

@@ -71,5 +71,4 @@ def training_devices(
         num_devices = as_integer("num_devices", num_devices, minimum=1)
     if found := accelerators(num_devices, emulate):
         return nullcontext(found)
-    num = num_devices or 4
-    return emulate_devices(num, memory=memory, symbolic=symbolic, as_cuda=as_cuda)
+    return emulate_devices(num_devices or 4, memory=memory, symbolic=symbolic, as_cuda=as_cuda)

@@ -34,6 +34,8 @@ process if there is no GPU.
 MAX_DEVICES = 128
 """The largest number of emulated devices: torch stores a device index as a signed 8-bit integer."""
 
+DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
+
 
 Patches = dict[Any, dict[str, Any]]
 """For each patched module or class, the names of the replaced attributes and their new values.
@@ -167,10 +169,28 @@ class Machine:
 
 
 def label_of_results(machine: Machine) -> Label:
-    """Return the label (use of memory, such as activation) of the running operator's results."""
-    if makes_parameter_gradients():
+    """Return the label (use of memory, such as activation) of the running operator's results.
+
+    During a backward pass, the label is "gradient" if all results of the running autograd node are
+    gradients of leaf tensors, or if this node adds a gradient to the ``grad`` of a leaf tensor.
+    """
+    kinds = set(_targets()) - {"NoneType"}
+    if kinds and kinds <= _TAKES_GRADIENTS:
         return Label.GRADIENT
     return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
+
+
+def leaf_gradients(results: list[Any]) -> list[Any]:
+    """Return those of an operator's results that are gradients of leaf tensors.
+
+    An autograd node often computes all its results with one operator, as the node of a convolution
+    does. So if the operator has as many results as the running node, it is taken for such an
+    operator. If gradients are enabled, it is not, since then a forward pass is computed again.
+    """
+    targets = _targets()
+    if len(targets) != len(results) or torch.is_grad_enabled():
+        return []
+    return [result for result, to in zip(results, targets, strict=True) if to in _TAKES_GRADIENTS]
 
 
 def is_in_backward() -> bool:
@@ -178,20 +198,26 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def makes_parameter_gradients() -> bool:
-    """Return whether the autograd node that this thread runs makes gradients of leaf tensors.
+_TAKES_GRADIENTS = {"AccumulateGrad", "ReceiveBackward"}
+"""The types of autograd nodes that take gradients of leaf tensors.
 
-    The result is true if the node is an ``AccumulateGrad`` node (which adds a gradient to the
-    ``grad`` of a leaf tensor), or if all results of the node go to ``AccumulateGrad`` nodes.
+``AccumulateGrad`` adds a gradient to the ``grad`` of a leaf tensor. ``ReceiveBackward``, a node of
+``BalancedDataParallel``, passes on gradients that come from other devices.
+"""
+
+
+def _targets() -> list[str]:
+    """Return, for each result of the running autograd node, the type of the node that takes it.
+
+    The type is "NoneType" if no node takes the result. A node without results, such as
+    ``AccumulateGrad``, counts as taking its own. Outside of a backward pass, the list is empty.
     """
     if not is_in_backward():
-        return False
+        return []
     with looking_at_nodes:
         node: Any = torch._C._current_autograd_node()
-        if node is None or type(node).__name__ == "AccumulateGrad":
-            return node is not None
-        targets = [target for target, _ in node.next_functions if target is not None]
-        return bool(targets) and all(type(t).__name__ == "AccumulateGrad" for t in targets)
+        targets = [target for target, _ in node.next_functions] if node else []
+        return [type(target).__name__ for target in targets or [node]]
 
 
 def _out_of_memory(

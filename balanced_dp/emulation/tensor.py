@@ -22,7 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from ..errors import EmulationError
 from .ledger import Allocation, Label
-from .machine import DEVICE_TYPE, MAX_DEVICES, Machine, current_machine, label_of_results
+from .machine import DEVICES, Machine, current_machine, label_of_results, leaf_gradients
 from .symbolic import (
     CPU,
     META,
@@ -188,7 +188,7 @@ class EmulatedTensor(torch.Tensor):
 class Operator:
     """A callable that runs one of torch's operators on emulated tensors."""
 
-    __slots__ = ("draws_random_numbers", "func", "may_reshape", "on_shapes", "refused_cpu_dims")
+    __slots__ = ("draws_random_numbers", "func", "keeps_shapes", "on_shapes", "refused_cpu_dims")
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         schema = func._schema
@@ -198,8 +198,7 @@ class Operator:
         self.on_shapes = SymbolicOperator(func)
         # An in-place operator without the tag inplace_view keeps the shapes of its arguments. All
         # other operators that write to arguments, such as those with out=, may resize them.
-        keeps_shapes = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
-        self.may_reshape = not keeps_shapes
+        self.keeps_shapes = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator on the tensors that the arguments wrap, and wrap the outputs."""
@@ -226,7 +225,7 @@ class Operator:
             value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, list):  # torch increments _version only of tensors outside lists
                 torch.autograd.graph.increment_version(t for t in value if not t.is_inference())
-            elif value is not None and (self.may_reshape or value.is_sparse):
+            elif value is not None and (not self.keeps_shapes or value.is_sparse):
                 value.data = wrap_elem(value._elem, machine, index, wrapped.label)
         return wrapped.wrap(out, index)
 
@@ -336,8 +335,7 @@ class Wrapped:
         passed as this argument. Other tensors are wrapped in new tensors on the device ``index``,
         by default the device of the arguments.
         """
-        if index is None:
-            index = self.index
+        index = self.index if index is None else index
         if isinstance(out, torch.Tensor):
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
@@ -346,11 +344,11 @@ class Wrapped:
                 set_label(wrapper, self.label)
             return wrapper
         if type(out) in (tuple, list):
-            return type(out)([self.wrap(item, index) for item in out])
+            results = [self.wrap(item, index) for item in out]
+            for gradient in leaf_gradients(results):
+                set_label(gradient, Label.GRADIENT)
+            return type(out)(results)
         return out
-
-
-_DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
 
 
 def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) -> EmulatedTensor:
@@ -378,7 +376,7 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
         elem.storage_offset() if is_strided else None,
         dtype=elem.dtype,
         layout=elem.layout,
-        device=_DEVICES[index],
+        device=DEVICES[index],
         _extra_dispatch_keys=_EXTRA_KEYS,
     )
     wrapper._elem = elem

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from balanced_dp.emulation.ledger import round_up
+
 from ..at_once import at_once
 from .models import assert_same_outcome, exact
 
@@ -33,6 +35,41 @@ def test_gradient_of_an_activation_takes_one_kernel(devices, activation):
     # The gradient of a sum is one number, expanded.
     assert peak_growth(devices[0], loss.backward) == x.nbytes + 512
     assert x.grad.tolist() == values.grad.tolist()
+
+
+def strided(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2])
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[0], lambda x: x[0, 0], strided])
+def test_linear_takes_the_memory_of_its_operators(devices, view, frozen):
+    def outcome(linear):
+        leaves = [_normal(*n).to(devices[0]) for n in ((8, 90, 40), (80, 40), (80,))]
+        x, *weights = (t.requires_grad_(i != frozen).clone() for i, t in enumerate(leaves))
+        output = linear(view(x), *weights)
+        memory = [torch.lazy.memory_allocated()]
+        del x, weights
+        last = output.movedim(0, -1).contiguous()
+        loss = (last * last.detach()).sum()
+        memory += [torch.lazy.memory_allocated(), peak_growth(devices[0], loss.backward)]
+        return memory, [loss.item()] + [t.grad.cpu() for t in leaves if t.requires_grad]
+
+    memory, results = outcome(F.linear)
+    expected_memory, expected = outcome(torch.ops.aten.linear.default.decompose)
+    assert memory == expected_memory
+    torch.testing.assert_close(results, expected, **exact)
+
+
+LAYERS = lambda: nn.Linear(16, 16), lambda: nn.Conv1d(16, 16, 1), lambda: nn.LayerNorm(16)
+
+
+@pytest.mark.parametrize("make", LAYERS, ids=["linear", "convolution", "layer norm"])
+def test_gradients_count_as_such_before_they_are_accumulated(devices, make):
+    layer, found = make().to(devices[0]), []
+    layer.bias.register_hook(lambda _: found.append(devices.memory_breakdown(devices[0]).now))
+    layer(torch.ones(2, 16, 16, device=devices[0], requires_grad=True) * 1).sum().backward()
+    assert found[0]["gradient"] == sum(round_up(p.nbytes) for p in layer.parameters())
 
 
 # Random numbers.

@@ -105,7 +105,8 @@ def packed_sequence(d: Any) -> Any:
 def conjugates(d: Any) -> Any:
     """Operators once ignored the conjugate bit of their inputs."""
     z = torch.tensor([1 + 2j, 3 - 1j]).to(d).requires_grad_()
-    value = (z * z.conj()).sum() + (z.view(1, 2) @ z.view(1, 2).mH).sum() + z.exp().abs().sum()
+    value = (z * z.conj()).sum() + (z[None] @ z[None].mH).sum() + z.exp().abs().sum()
+    value = value + F.linear(z[None] * 1j, z[None]).sum()
     value.abs().backward()
     return value, z.grad, z.conj().imag
 
@@ -135,10 +136,12 @@ def forward_mode(d: Any) -> Any:
 
 
 def gradients_of_gradients(d: Any) -> Any:
-    def function(x, weight):
-        return F.layer_norm(F.linear(x, weight).tanh(), (2,)).softmax(-1)
+    def function(x, weight, bias, row):
+        outputs = F.layer_norm(F.linear(x, weight, bias).tanh(), (2,)).softmax(-1)
+        return outputs * F.linear(x, row)[..., None], F.linear(x[0], weight, outputs[0])
 
-    args = [torch.randn(n, 4, dtype=torch.float64).to(d).requires_grad_() for n in (3, 2)]
+    sizes = (2, 3, 4), (2, 4), (2,), (4,)
+    args = [torch.randn(n, dtype=torch.float64).to(d).requires_grad_() for n in sizes]
     assert torch.autograd.gradcheck(function, args) and torch.autograd.gradgradcheck(function, args)
 
 

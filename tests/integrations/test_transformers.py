@@ -292,8 +292,8 @@ def test_a_resumed_run_starts_with_what_auto_found(tmp_path):
         "device_ids": None,
     }
     found = []
-    for max_steps, resumes in ((12, False), (13, True)):
-        saves = {"save_strategy": "steps", "save_steps": 12, "max_steps": max_steps}
+    for max_steps, resumes in ((16, False), (17, True)):
+        saves = {"save_strategy": "steps", "save_steps": 16, "max_steps": max_steps}
         with emulate_devices(3):
             trainer = make_trainer(tmp_path, arguments=saves, **options)
             trainer.train(resume_from_checkpoint=resumes)
