@@ -67,8 +67,7 @@ def test_tune_prints_what_report_reads(folder, tuned, invoke):
     assert tuned.returncode == 0, tuned.stderr
     report = load_report(folder / "a.json")
     assert f"# option 1\nmodel = {report.best.line}\n" in tuned.stdout
-    assert report.workload == "mine" and not report.has_capacity
-    assert report.batch_size == 64
+    assert (report.workload, report.batch_size, report.has_capacity) == ("mine", 64, False)
     assert {o.chunk_sizes[0] for o in report.options if o.batch_size == 64} >= set(range(4))
     assert report.provenance.command.startswith("python -m balanced_dp tune mine:make --sweep 0:3")
     shown = invoke("report", "a.json")

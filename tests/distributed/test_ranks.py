@@ -169,8 +169,7 @@ def test_in_a_data_loader(num_workers):
         )
         assert len(loader) == 3
         for num_batches, (index, x) in enumerate(loader, 1):
-            assert x.shape == (len(index), 3, 2)
-            assert x.dtype == torch.float32
+            assert (x.shape, x.dtype) == ((len(index), 3, 2), torch.float32)
             assert (index.dtype, len(index) == 0) == (torch.int64, rank == 1)
             seen += index.tolist()
             if num_batches == 2:

@@ -49,11 +49,10 @@ ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("make", ON_CUDA_1.values(), ids=ON_CUDA_1)
 def test_every_way_to_name_a_device(make, devices):
     tensor = make()
-    assert tensor.device == CUDA1 == devices[1]
+    assert (tensor.device, devices[1], tensor.shape) == (CUDA1, CUDA1, (2,))
     assert tensor.is_cuda and tensor.get_device() == 1
     assert tensor.type().startswith("torch.cuda.")
     assert "device='cuda:1'" in repr(tensor)
-    assert tensor.shape == (2,)
     assert torch.cuda.memory_allocated(1) > 0
     assert tensor.to("cuda:1") is tensor.cuda(1) is tensor.to(1) is tensor
 
@@ -164,8 +163,7 @@ def test_properties(devices):
 @since_torch("2.6")
 def test_the_accelerator(devices):
     torch.cuda.set_device("cuda:3")
-    assert torch.accelerator.current_device_index() == 3
-    assert torch.accelerator.device_count() == 4
+    assert (torch.accelerator.current_device_index(), torch.accelerator.device_count()) == (3, 4)
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
 
 
@@ -344,11 +342,6 @@ def either(request: pytest.FixtureRequest, emulate: Callable[..., Any]) -> Any:
     return emulate(3, memory=["1MiB", "1MiB", 4096], as_cuda=request.param)
 
 
-@pytest.fixture
-def module(either: Any) -> Any:
-    return torch.get_device_module(either[0])
-
-
 def test_no_devices_outside_of_a_context():
     with emulate_devices(2):
         lazy = torch.lazy
@@ -361,7 +354,8 @@ def test_no_devices_outside_of_a_context():
         torch.zeros(1, device="lazy")
 
 
-def test_the_current_device(either, module):
+def test_the_current_device(either):
+    module = torch.get_device_module(either[0])
     assert module.current_device() == 0
     module.set_device(2)
     assert module.current_device() == 2
@@ -379,9 +373,9 @@ def test_the_current_device(either, module):
 
 
 @pytest.mark.parametrize("name", [lambda device: device.index, str, torch.device])
-def test_memory_of_devices_named_any_way(either, module, name):
+def test_memory_of_devices_named_any_way(either, name):
     """The names of the statistics are CUDA's."""
-    device = name(either[1])
+    device, module = name(either[1]), torch.get_device_module(either[0])
     kept = torch.zeros(256, device=either[1])
     _ = kept.exp().sin()
     assert module.memory_allocated(device) == module.memory_reserved(device) == 2 * 1024
@@ -419,7 +413,7 @@ def test_no_such_device(emulate, device, reason):
     assert module.current_device() == 0
 
 
-def test_a_tensor_on_no_such_device(either, module):
+def test_a_tensor_on_no_such_device(either):
     missing = f"{either[0].type}:3"
     for call in (lambda: torch.zeros(1, device=missing), lambda: torch.zeros(1).to(missing)):
         with pytest.raises(EmulationError, match=f"no emulated device {missing}"):

@@ -93,13 +93,11 @@ def test_checkpointing_keeps_the_dtype(use_reentrant, device):
 
 
 def test_the_lists_are_torchs():
-    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
-    text = header.read_text()
+    text = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     for macro, names in (
         ("LOWER_PRECISION_FP", autocasting._LOWER_PRECISION),
         ("FP32_SET_OPT_DTYPE", autocasting._FLOAT32_RESULT),
         ("PROMOTE", autocasting._WIDEST),
     ):
         defined = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*)", text)[1]
-        found = set(re.findall(r"_\((\w+)", defined))
-        assert found == set(names.split())
+        assert set(re.findall(r"_\((\w+)", defined)) == set(names.split())

@@ -105,11 +105,8 @@ def test_outputs_and_gradients_are_the_modules(
         for tensor in leaves:
             tensor.grad = None
         sum(output.sum() for output in outputs).backward()
-        found = [
-            *outputs,
-            *(t.grad for t in (*leaves, *args, *named.values()) if hasattr(t, "grad")),
-        ]
-        return [None if tensor is None else tensor.to_dense().cpu() for tensor in found]
+        gradients = (t.grad for t in (*leaves, *args, *named.values()) if hasattr(t, "grad"))
+        return [None if t is None else t.to_dense().cpu() for t in (*outputs, *gradients)]
 
     expected = results(module, first, first)
     for device, call in itertools.product(["cpu", "cuda:1"], both_forms(module, ids, options)):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -77,9 +78,7 @@ def test_a_record_every_third_step(wraps, emulate):
         model(torch.randn(100 * (step + 1), 100)).sum().backward()
         logger.step()
     tags = ["memory/lazy:0/peak_MiB", "memory/lazy:1/peak_MiB", "memory/imbalance"]
-    assert [(tag, step) for tag, _, step in written] == [
-        (tag, step) for step in (3, 6) for tag in tags
-    ]
+    assert [(step, tag) for tag, _, step in written] == [*product((3, 6), tags)]
     for i in (0, 3):
         low, high = sorted(value for _, value, _ in written[i : i + 2])
         assert written[i + 2][1] == pytest.approx((high - low) / high)
@@ -120,17 +119,14 @@ def test_tolerance_out_of_range(tolerance):
 
 FULLER_FIRST = "cuda:0 peaks at 4.00 GiB of 80.00 GiB and cuda:1 peaks at 2.00 GiB of 80.00 GiB, "
 FULLER_SECOND = "cuda:1 peaks at 2.00 GiB of 20.00 GiB and cuda:0 peaks at 2.00 GiB of 80.00 GiB, "
+LOWER = "50% apart: lower gpu0_bsz, or if it is 0, see memory_breakdown"
 OTHER_REASON = "50% apart: gpu0_bsz cannot balance these; check what else is on the devices"
 
 
 @pytest.mark.parametrize(
     ("peaks", "capacities", "advice"),
     [
-        (
-            (4, 2),
-            (),
-            f"{FULLER_FIRST}50% apart: lower gpu0_bsz, or if it is 0, see memory_breakdown",
-        ),
+        ((4, 2), (), FULLER_FIRST + LOWER),
         ((2, 2), (80, 20), f"{FULLER_SECOND}75% apart: raise gpu0_bsz"),
         ((4, 2, 4), (), FULLER_FIRST + OTHER_REASON),
         ((20, 9), (24, 11), None),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +17,6 @@ from balanced_dp.search import MAX_SPLITS
 
 from ..modules import short_of_memory_in_backward
 from ..notes import notes_of
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def layers(width, outputs, loss, **options):
@@ -32,7 +30,7 @@ def layers(width, outputs, loss, **options):
 
 
 WIDE = layers(4096, 64, lambda output: output.square().mean())
-TALL = layers(2048, 1, torch.mean, make_optimizer=SGD)
+TALL = layers(2048, 1, torch.mean, make_optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
 class Loop:
@@ -74,13 +72,6 @@ class Loop:
                 num_failures += 1
                 assert num_failures < 12
         return values, num_failures
-
-    def peak(self):
-        return max(map(torch.lazy.max_memory_allocated, self.model.devices))
-
-    def reset_peaks(self):
-        for device in self.model.devices:
-            torch.lazy.reset_peak_memory_stats(device)
 
     @property
     def search(self):
@@ -185,16 +176,16 @@ def test_loops_that_do_other_things(train, tolerance, loop):
     for gpu0_bsz in {value, *range(0, 101, 10)}:
         loop.model.gpu0_bsz = gpu0_bsz if gpu0_bsz < 100 else None
         for number in (24, 26):
-            loop.reset_peaks()
+            for device in loop.model.devices:
+                torch.lazy.reset_peak_memory_stats(device)
             train(loop, number)
-        peaks[gpu0_bsz] = loop.peak()
+        peaks[gpu0_bsz] = max(map(torch.lazy.max_memory_allocated, loop.model.devices))
     assert peaks[value] <= min(peaks.values()) * tolerance
 
 
 def test_steps_of_any_optimizer_are_seen():
     """A fused kernel writes to the parameters without a new version."""
-    make_optimizer = functools.partial(torch.optim.AdamW, fused=True)
-    with looping(replace(WIDE, make_optimizer=make_optimizer)) as loop:
+    with looping(replace(WIDE, make_optimizer=partial(torch.optim.AdamW, fused=True))) as loop:
         other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
         for _ in range(6):
             loop.forward_backward(400)
@@ -251,7 +242,7 @@ def test_batch_norm_never_gets_a_single_sample():
 @pytest.mark.slow
 def test_a_resumed_run_runs_out_no_more(tmp_path):
     """The even split does. Checkpoints load both ways, also to and from nn.DataParallel."""
-    resume = functools.partial(looping, TALL, 3, symbolic=False)
+    resume = partial(looping, TALL, 3, symbolic=False)
     memory = ["14MiB", "64MiB", "64MiB"]
     with resume(memory=memory) as loop:
         assert loop.follow(3000)[1] > 0

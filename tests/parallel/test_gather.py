@@ -283,11 +283,8 @@ def test_what_an_error_or_warning_advises_works(wrong, right, if_uneven, if_even
     """Statistics were joined to a multiple of their size, and images to rows of channels."""
     x = torch.arange(36, dtype=torch.double).view(12, 3).requires_grad_()
     gpu0_bsz, message = (None, if_even) if is_even else (1, if_uneven)
-    with (
-        nullcontext()
-        if message is None
-        else pytest.raises((GatherError, BalanceWarning), match=message)
-    ):
+    raises = pytest.raises((GatherError, BalanceWarning), match=message)
+    with raises if message else nullcontext():
         split(wrong, gpu0_bsz)(x)
     model = split(right, gpu0_bsz)
     torch.testing.assert_close(model(x), model.module(x))

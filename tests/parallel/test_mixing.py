@@ -238,13 +238,9 @@ MODELS: dict[str, nn.Module] = {
 }
 
 
-@pytest.mark.parametrize("gpu0_bsz", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_usual_models_do_not_mix_samples(name, gpu0_bsz):
+def of_this_file(name: str) -> tuple[nn.Module, dict[str, Any]]:
     names = inspect.signature(MODELS[name].function).parameters
-    given = {key: value for key, value in GIVEN.items() if key in names}
-    found = first_call(copy.deepcopy(MODELS[name]), gpu0_bsz, int("long" in given), **given)
-    assert not mixes(found), found
+    return copy.deepcopy(MODELS[name]), {key: GIVEN[key] for key in GIVEN if key in names}
 
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -278,8 +274,8 @@ def of_transformers(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("gpu0_bsz", [1, 3])
-@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
-def test_models_of_transformers_do_not_mix_samples(name, gpu0_bsz):
-    module, inputs = of_transformers(name)
-    found = first_call(module, gpu0_bsz, **inputs)
+@pytest.mark.parametrize("name", [*MODELS, *FAMILIES, *OTHERS])
+def test_usual_models_do_not_mix_samples(name, gpu0_bsz):
+    module, given = of_this_file(name) if name in MODELS else of_transformers(name)
+    found = first_call(module, gpu0_bsz, int("long" in given), **given)
     assert not mixes(found), found

@@ -174,7 +174,7 @@ def test_the_host_does_not_wait_for_a_step(weight, loss, gpu0_bsz, trains, where
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=16 has no effect")
 @pytest.mark.parametrize(
-    ("split", "spread", "has_forward", "transfer_share", "limit"),
+    ("split", "spread", "has_forward", "share", "limit"),
     [
         *((split, False, False, share, 1.25) for split in SPLITS for share in (0.1, 0.3)),
         *((split, False, True, 0.1, 1.1) for split in SPLITS),
@@ -182,9 +182,7 @@ def test_the_host_does_not_wait_for_a_step(weight, loss, gpu0_bsz, trains, where
         *((SPLITS[0], True, True, 0.1, 1.05), (SPLITS[0], True, True, 0.3, 1.12)),
     ],
 )
-def test_transfers_run_beside_computing(
-    split, spread, has_forward, transfer_share, limit, stand_in
-):
+def test_transfers_run_beside_computing(split, spread, has_forward, share, limit, stand_in):
     """Devices marched in step: backward took 1.4 and 2.1 times the largest chunk's computing.
 
     Weights that travel before computing begins took the step to 1.11 and 1.30 times of it, and
@@ -193,7 +191,7 @@ def test_transfers_run_beside_computing(
     gpu0_bsz = None if spread else split[0]
     model = BalancedDataParallel(gpu0_bsz, Layers().to(stand_in.devices[0]), spread=spread)
     # In which order autograd's threads launch is chance.
-    ratios = (step_ratio(stand_in, model, split, transfer_share, has_forward) for _ in range(10))
+    ratios = (step_ratio(stand_in, model, split, share, has_forward) for _ in range(10))
     assert any(ratio <= limit for ratio, _ in ratios)
 
 

@@ -119,6 +119,8 @@ TARGETS = [{"boxes": torch.full((i + 1, 4), float(i))} for i in range(8)]
 SEQUENCES = [torch.full((7, 2), float(i)) for i in range(8)]
 GRU = nn.GRU(3, 3, batch_first=True)
 SIZE = "split is for lists of samples, and for tensors with several rows per sample"
+PAIRS = torch.arange(16.0)
+TRANSPOSE = "argument args.1 of .* if its samples are along another dimension, transpose it"
 ONE_DEVICE = r"one device; if .* split=\('args.0',\)"
 EIGHT = r"args.0 is a list of 8 items.* split=\('args.0',\)"
 
@@ -129,6 +131,10 @@ def sums(_, *lists):
         return torch.as_tensor(item["boxes"] if isinstance(item, dict) else item).sum()
 
     return sum(torch.stack([number(item) for item in values]) for values in lists)
+
+
+def rows_of(_, x, y):
+    return y.view(len(x), -1)
 
 
 def gru(_, x, h):
@@ -145,19 +151,9 @@ def gru(_, x, h):
         (sums, (X, SEQUENCES), SIZE, {"split": "args.1"}, None),
         (sums, ([1, 2, 3, 4],), ONE_DEVICE, None, None),
         (sums, (np.arange(5),), ONE_DEVICE, None, None),
-        (
-            *(gru, (X[:, None], torch.ones(1, 8, 3))),
-            "argument args.1 of .* if its samples are along another dimension, transpose it",
-            *({}, (X[:, None], torch.ones(8, 1, 3))),
-        ),
-        (
-            *(lambda _, x, y: y.view(len(x), -1), (X, torch.arange(16.0))),
-            *(SIZE, {"split": "args.1"}, None),
-        ),
-        (
-            *(lambda _, y, x: y.view(len(x), -1), (torch.arange(16.0), X)),
-            *(SIZE, {"split": "args.0"}, None),
-        ),
+        (gru, (X[:, None], torch.ones(1, 8, 3)), TRANSPOSE, {}, (X[:, None], torch.ones(8, 1, 3))),
+        (rows_of, (X, PAIRS), SIZE, {"split": "args.1"}, None),
+        (lambda m, y, x: rows_of(m, x, y), (PAIRS, X), SIZE, {"split": "args.0"}, None),
         (sums, (Graph(X),), r"args.0 is a Graph whose tensors \(x\)", None, ([Graph(X)] * 8,)),
     ],
 )

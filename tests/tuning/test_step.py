@@ -28,8 +28,7 @@ def test_memory_that_runs_out_is_an_answer():
         needed = measure_step(workload, 64, 20, devices).peak_bytes
     with emulate_devices(2, memory=max(needed) // 2, symbolic=True) as devices:
         out = measure_step(workload, 64, 20, devices)
-        held = [torch.lazy.memory_allocated(device) for device in devices]
-        assert held == [0, 0]
+        assert [torch.lazy.memory_allocated(device) for device in devices] == [0, 0]
         assert "out of memory" in out.out_of_memory
         assert out.ran_out == needed.index(max(needed))
         assert measure_step(workload, 4, 1, devices).out_of_memory is None

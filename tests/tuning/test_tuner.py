@@ -34,10 +34,7 @@ def tuned(workload, batch_size, capacities, **options):
 def try_all(workload, batch_size, num_devices):
     """Measure every ``gpu0_bsz``, and return a dict from each value to the peaks of the devices."""
     splits = {split_batch(batch_size, num_devices, value) for value in range(batch_size + 1)}
-    with (
-        emulate_devices(num_devices, symbolic=True) as devices,
-        StepMeter(workload, devices) as meter,
-    ):
+    with emulate_devices(num_devices, symbolic=True) as gpus, StepMeter(workload, gpus) as meter:
         return {split[0]: meter.measure(split).peak_bytes for split in splits}
 
 

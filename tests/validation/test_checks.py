@@ -51,14 +51,11 @@ def test_replicas_that_share_a_device(stand_in, monkeypatch):
 )
 def test_predictions_and_measurements(measured, peak_used, ok, stand_in, monkeypatch):
     """NVML's number may be lower than predicted, or higher by what a plan keeps free."""
-    peaks = iter([1000, measured])
-    monkeypatch.setattr(
-        checks, "measure_step", lambda *_: SimpleNamespace(peak_bytes=(next(peaks),))
-    )
+    steps = (SimpleNamespace(peak_bytes=(peak,)) for peak in (1000, measured))
+    monkeypatch.setattr(checks, "measure_step", lambda *_: next(steps))
     of_nvml = SimpleNamespace(used_bytes=0, peak_used_bytes=peak_used)
-    probe = SimpleNamespace(
-        snapshot=lambda: [of_nvml], measure=lambda: nullcontext(SimpleNamespace(devices=[of_nvml]))
-    )
+    block = nullcontext(SimpleNamespace(devices=[of_nvml]))
+    probe = SimpleNamespace(snapshot=lambda: [of_nvml], measure=lambda: block)
     monkeypatch.setattr(checks, "MemoryProbe", lambda devices: probe)
     monkeypatch.setattr(checks, "even_share", lambda *_: 0)
     found = [*checks._memory(small(), 4, stand_in.devices[:1])]
@@ -78,9 +75,8 @@ def test_gradients_on_emulated_devices(no_accelerator):
     result = validate(2)
     assert [check.part for check in result.checks] == ["gradients"] * 2
     assert result.markdown().startswith("### balanced-dp validate: 2 emulated devices\n\npython ")
-    assert str(result).endswith(
-        "All gradients and outputs equal those of one device. Memory and time need a GPU."
-    )
+    end = "All gradients and outputs equal those of one device. Memory and time need a GPU."
+    assert str(result).endswith(end)
 
 
 @pytest.mark.slow
