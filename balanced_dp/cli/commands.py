@@ -100,6 +100,7 @@ def run(
     if arguments.STDOUT in (json_file, html):
         raise ArgumentError("the script prints to stdout; name a file for the report")
     check_script(script, is_module)
+    gc.freeze()  # so that the collector does not visit what the imports created
     exit_code, report, parts = run_and_measure(
         script,
         script_arguments or (),

@@ -245,8 +245,8 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     if train is False or p == 0 or not is_known(elem):
         return operator(wrapped.func)(input, p, train)
     generator = wrapped.machine.generators[wrapped.index]
-    # Each draw of 64 bits gives four numbers, so p is rounded to a multiple of 2**-16. With rand, the
-    # mask would take three times as long, and with bernoulli_, five times.
+    # Each draw of 64 bits gives four numbers, so p is rounded to a multiple of 2**-16. With rand,
+    # the mask would take three times as long, and with bernoulli_, five times.
     draws = torch.empty((elem.numel() + 3) // 4, dtype=torch.int64, device=CPU)
     numbers = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: elem.numel()]
     mask = numbers.view(elem.shape) >= int(p * (2**16 - 1)) - 2**15
@@ -274,7 +274,7 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
 # On most backends, torch computes a linear layer with up to five operators, and its gradients with
 # up to ten. Here the layer is one operator, and its gradients are another one. They take as much
 # memory. But each operator goes through Python, and with torch's operators, a training step of BERT
-# took about 15 % longer.
+# took a tenth longer.
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradNestedTensor)
 """The dispatch key under which torch has an autograd kernel for ``linear`` as one operator."""
