@@ -34,7 +34,8 @@ FOR_EMULATION = """
     _C.DispatchKey.AutogradNestedTensor ops.aten.linear_backward ops.aten._conj.default._schema
     ops.aten._neg_view ops.aten._to_copy ops.aten._scaled_dot_product_attention_math
     _C._storage_Use_Count ops.aten._efficientzerotensor
-    _C._dispatch_get_registrations_for_dispatch_key
+    _C._dispatch_get_registrations_for_dispatch_key _C._len_torch_dispatch_stack
+    autograd.forward_ad._current_level
 """
 """The names in torch that the emulation uses, such as functions and classes.
 

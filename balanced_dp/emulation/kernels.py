@@ -185,13 +185,11 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
     if label is Label.GRADIENT:
         set_label(source, label)
         return label
-    if source.device == target:
-        return label
     known = allocations_of(source)[0].block.label
+    if source.device == target or (known in PROVISIONAL and is_in_backward()):
+        return label
     if known not in PROVISIONAL:
         return known
-    if is_in_backward():
-        return label
     return Label.GATHERED_OUTPUT if source.get_device() else Label.INPUT
 
 
@@ -249,7 +247,7 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     # the mask would take three times as long, and with bernoulli_, five times.
     draws = torch.empty((elem.numel() + 3) // 4, dtype=torch.int64, device=CPU)
     numbers = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: elem.numel()]
-    mask = numbers.view(elem.shape) >= int(p * (2**16 - 1)) - 2**15
+    mask = numbers.view(elem.shape) >= min(round(p * 2**16), 2**16 - 1) - 2**15
     return wrapped.wrap(((elem * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask))
 
 
@@ -284,22 +282,28 @@ def _linear(keys: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     # As one operator, linear saves its input and its weight. Torch's operators save only one of
     # them if the other requires no gradient, and a copy of the input if it is not contiguous.
     saves_both = input.requires_grad and weight.requires_grad and input.is_contiguous()
-    has_rows = weight.dim() == 2 and (bias is None or bias.dim() == 1)
-    if saves_both and has_rows and input.is_floating_point():
+    has_rows = weight.dim() == 2 and weight.numel() and (bias is None or bias.dim() == 1)
+    # Selective checkpointing and other dispatch modes know torch's operators. The kernel of linear
+    # has no forward-mode AD.
+    is_seen = torch._C._len_torch_dispatch_stack() or torch.autograd.forward_ad._current_level >= 0
+    # _linear_backward does not conjugate complex numbers.
+    if saves_both and has_rows and not is_seen and input.is_floating_point():
         return aten.linear.default.redispatch(keys | _AUTOGRAD, input, weight, bias)
     return aten.linear.default.decompose(input, weight, bias)
 
 
 def _linear_backward(input: Tensor, grad: Tensor, weight: Tensor, mask: list[bool]) -> Any:
     if not grad.is_contiguous():
-        # Torch's operators replace grad by a copy. Here autograd still holds grad, so a copy that
-        # is used below would take memory together with the gradients. It is only made and counted.
+        # Torch's operators copy grad and free the original. Here autograd holds the original until
+        # this function returns. So a copy is counted and freed before the gradients exist.
         grad.reshape(-1, grad.size(-1))
     wrapped = Wrapped(aten.linear_backward.default)
     x, g, w = wrapped.unwrap((input, grad, weight))
     rows, grads = x.reshape(-1, x.size(-1)), g.reshape(-1, g.size(-1))
-    gradients = (grads @ w).view(x.shape), grads.t() @ rows, grads.sum(0)
-    return wrapped.wrap([g if wanted else None for g, wanted in zip(gradients, mask, strict=True)])
+    of_input = (grads @ w).view(x.shape) if mask[0] else None
+    of_weight = grads.t() @ rows if mask[1] else None
+    of_bias = grads.sum(0) if mask[2] else None
+    return wrapped.wrap((of_input, of_weight, of_bias))
 
 
 # Attention that takes as much memory as CUDA's fused kernels. For the backward pass, the fused
@@ -328,10 +332,8 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zero = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = zero.masked_fill_(attn_mask.logical_not(), -math.inf)
-    seed = 0
-    if dropout_p:
-        generator = current_machine().generators[query.get_device()]
-        seed = int(torch.randint(2**31, (), generator=generator, device=CPU))
+    generator = current_machine().generators[query.get_device()]
+    seed = int(torch.randint(2**31, (), generator=generator, device=CPU)) if dropout_p else 0
     run = partial(_attend, options=(dropout_p, is_causal, scale, seed))
     func, num_rows = aten.scaled_dot_product_attention.default, math.prod(query.shape[:3])
     return _fused(func, run, num_rows, query, key, value, attn_mask)[0]

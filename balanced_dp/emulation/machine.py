@@ -184,8 +184,9 @@ def leaf_gradients(results: list[Any]) -> list[Any]:
     """Return those of an operator's results that are gradients of leaf tensors.
 
     An autograd node often computes all its results with one operator, as the node of a convolution
-    does. So if the operator has as many results as the running node, it is taken for such an
-    operator. If gradients are enabled, it is not, since then a forward pass is computed again.
+    does. An operator with as many results as the running node is taken for such an operator, unless
+    gradients are enabled: then checkpointing computes a forward pass again, or the backward pass
+    is differentiated, too.
     """
     targets = _targets()
     if len(targets) != len(results) or torch.is_grad_enabled():
@@ -209,8 +210,9 @@ _TAKES_GRADIENTS = {"AccumulateGrad", "ReceiveBackward"}
 def _targets() -> list[str]:
     """Return, for each result of the running autograd node, the type of the node that takes it.
 
-    The type is "NoneType" if no node takes the result. A node without results, such as
-    ``AccumulateGrad``, counts as taking its own. Outside of a backward pass, the list is empty.
+    The type is "NoneType" if no node takes the result. For a node without results, such as
+    ``AccumulateGrad``, the list holds the type of the node itself. While autograd adds gradients
+    between two nodes, it holds "NoneType". Outside of a backward pass, it is empty.
     """
     if not is_in_backward():
         return []

@@ -42,6 +42,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
 from ..devices import is_cuda, on_stream, side_stream
+from ..emulation.machine import is_emulated
 from ..torch_versions import AWAITS_PRODUCERS, run_at_once
 from .scatter import move
 
@@ -351,8 +352,8 @@ class Receive(torch.autograd.Function):
     are on one device, their home. The aliases are inputs of the ``Broadcast`` nodes of all other
     devices. So autograd adds up the gradients from these devices before it runs the backward of
     this node. On CUDA, the gradients are added up on the stream that was current when this node was
-    made. If the home is an emulated device, there are no streams, and this node is only made so
-    that the device holds the same gradients at the same time as on CUDA.
+    made. Emulated devices have no streams. There, this node only makes autograd add gradients in
+    the same order as on CUDA, so that the peak of memory is the same.
 
     Besides the aliases, this node returns an empty tensor, the token. The token delays the backward
     of this node. For example, let a model have the buckets b0 and b1. The token of b1 is an input
@@ -429,19 +430,16 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
         # Because of the token, the backward of Receive runs even if its own bucket has no
         # gradients. The hooks of the bucket's parameters would then be called with None, so a
         # parameter with hooks gets no Receive.
-        if home.type != "cpu" and not has_hooks(originals[0]):
-            first, adding = None, nullcontext()
+        if (is_cuda(home) or is_emulated(home)) and not has_hooks(originals[0]):
+            *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             if is_cuda(home):
                 # The first use of a parameter creates the node that accumulates its gradients. That
                 # node runs on the stream that is current at its creation, which must be the stream
-                # that computes. So a first Receive is applied here. Its outputs keep the
-                # accumulating node alive until the second Receive has been applied on the stream
-                # that adds up gradients.
-                first = Receive.apply(*originals)  # type: ignore[no-untyped-call]
-                adding = on_stream(side_stream(home, home))
-            with adding:
-                *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
-            del first
+                # that computes. So the first Receive was applied on that stream. Its outputs keep
+                # the accumulating node alive while a second Receive, which replaces the first, is
+                # applied on the stream that adds up gradients.
+                with on_stream(side_stream(home, home)):
+                    *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             run_at_once(next_token.grad_fn)
         for device, own in copies.items():
             if device == home:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from balanced_dp.emulation.ledger import round_up
 
@@ -59,6 +60,13 @@ def test_linear_takes_the_memory_of_its_operators(devices, view, frozen):
     expected_memory, expected = outcome(torch.ops.aten.linear.default.decompose)
     assert memory == expected_memory
     torch.testing.assert_close(results, expected, **exact)
+
+
+def test_modes_see_torchs_operators(devices):
+    weight = torch.ones(3, 4, device=devices[0], requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        F.linear(torch.ones(2, 4, device=devices[0], requires_grad=True), weight).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * (2 * 3 * 4)
 
 
 LAYERS = lambda: nn.Linear(16, 16), lambda: nn.Conv1d(16, 16, 1), lambda: nn.LayerNorm(16)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from balanced_dp import EmulationError, emulate_devices
 
@@ -132,7 +133,10 @@ def shared_gradients(d: Any) -> Any:
 def forward_mode(d: Any) -> Any:
     """For zero tangents, forward-mode AD needs ``_efficientzerotensor``, which was missing."""
     w, x = torch.arange(6.0, device=d).view(2, 3), torch.ones(3, device=d)
-    return torch.func.jvp(lambda x: 2 * (w @ x) + w.sum(), (x,), (x,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.clone().requires_grad_(), x)
+        yield forward_ad.unpack_dual(F.linear(dual, w.clone().requires_grad_())).tangent
+    yield torch.func.jvp(lambda x: 2 * (w @ x) + w.sum(), (x,), (x,))
 
 
 def gradients_of_gradients(d: Any) -> Any:
@@ -143,6 +147,13 @@ def gradients_of_gradients(d: Any) -> Any:
     sizes = (2, 3, 4), (2, 4), (2,), (4,)
     args = [torch.randn(n, dtype=torch.float64).to(d).requires_grad_() for n in sizes]
     assert torch.autograd.gradcheck(function, args) and torch.autograd.gradgradcheck(function, args)
+
+
+def empty_layers(d: Any) -> Any:
+    for size in ((2, 0), (0, 3)):
+        weight = torch.zeros(size, device=d, requires_grad=True)
+        F.linear(torch.zeros(4, size[1], device=d, requires_grad=True), weight).sum().backward()
+        yield weight.grad
 
 
 def quantization(d: Any) -> Any:
@@ -226,6 +237,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
         *(cpu_numbers, cpu_indices, sparse_gradients, packed_sequence, conjugates),
         *(gradients_of_views, shared_gradients, forward_mode, gradients_of_gradients),
         *(values_read, deep_copies, hooks, other_data, loading_beside_a_graph, quantization),
+        empty_layers,
     )
 } | {name: partial(training, name) for name in MODELS}
 
