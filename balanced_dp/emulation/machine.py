@@ -35,7 +35,7 @@ MAX_DEVICES = 128
 """The largest number of emulated devices: torch stores a device index as a signed 8-bit integer."""
 
 DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
-
+"""The device of each emulated tensor, by index, as torch knows it: its type is ``DEVICE_TYPE``."""
 
 Patches = dict[Any, dict[str, Any]]
 """For each patched module or class, the names of the replaced attributes and their new values.
@@ -175,7 +175,7 @@ def label_of_results(machine: Machine) -> Label:
     gradients of leaf tensors, or if this node adds a gradient to the ``grad`` of a leaf tensor.
     """
     kinds = set(_targets()) - {"NoneType"}
-    if kinds and kinds <= _TAKES_GRADIENTS:
+    if kinds and kinds <= _LEAF_NODES:
         return Label.GRADIENT
     return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
 
@@ -191,7 +191,7 @@ def leaf_gradients(results: list[Any]) -> list[Any]:
     targets = _targets()
     if len(targets) != len(results) or torch.is_grad_enabled():
         return []
-    return [result for result, to in zip(results, targets, strict=True) if to in _TAKES_GRADIENTS]
+    return [result for result, to in zip(results, targets, strict=True) if to in _LEAF_NODES]
 
 
 def is_in_backward() -> bool:
@@ -199,7 +199,7 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_TAKES_GRADIENTS = {"AccumulateGrad", "ReceiveBackward"}
+_LEAF_NODES = {"AccumulateGrad", "ReceiveBackward"}
 """The types of autograd nodes that take gradients of leaf tensors.
 
 ``AccumulateGrad`` adds a gradient to the ``grad`` of a leaf tensor. ``ReceiveBackward``, a node of
