@@ -125,10 +125,11 @@ def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
     else:
         target = machine.devices[machine.index_of(target)]
     machine.record_copy(self.device, target, elem.numel() * dtype.itemsize)
-    copied: torch.Tensor = operator(aten._to_copy.default).on_shapes(elem, **kwargs)
+    to_copy = operator(aten._to_copy.default)
+    copied: Tensor = (to_copy.on_shapes if machine.symbolic else to_copy.func)(elem, **kwargs)
     if target.type == "cpu":
         return copied
-    return wrap_elem(copied, machine, target.index, _copy_label(self, target, machine))
+    return wrap_elem(copied, machine, target.index, _copy_label(self, target.index, machine))
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -149,7 +150,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
         label = Label.PARAMETER if isinstance(source, torch.nn.Parameter) else Label.INPUT
         set_label(target, label, over=(Label.OTHER,))
     elif source.device != target.device:
-        set_label(target, _copy_label(source, target.device, machine))
+        set_label(target, _copy_label(source, target.get_device(), machine))
     return target
 
 
@@ -168,8 +169,8 @@ def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
     return elem
 
 
-def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
-    """Return the label (what the memory is used for) of a copy of ``source`` on ``target``.
+def _copy_label(source: EmulatedTensor, index: int, machine: Machine) -> Label:
+    """Return the label (what the memory is used for) of a copy of ``source`` on device ``index``.
 
     - If the running operator makes gradients of leaf tensors, the copy is labelled as a gradient.
       If the label of ``source`` is provisional ("activation" or "other"), ``source`` is labelled as
@@ -186,7 +187,7 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
         set_label(source, label)
         return label
     known = allocations_of(source)[0].block.label
-    if source.device == target or (known in PROVISIONAL and is_in_backward()):
+    if source.get_device() == index or (known in PROVISIONAL and is_in_backward()):
         return label
     if known not in PROVISIONAL:
         return known

@@ -174,9 +174,10 @@ def label_of_results(machine: Machine) -> Label:
     During a backward pass, the label is "gradient" if all results of the running autograd node are
     gradients of leaf tensors, or if this node adds a gradient to the ``grad`` of a leaf tensor.
     """
-    kinds = set(_targets()) - {"NoneType"}
-    if kinds and kinds <= _LEAF_NODES:
-        return Label.GRADIENT
+    if is_in_backward():
+        kinds = {*_targets()} - {"NoneType"}
+        if kinds and kinds <= _LEAF_NODES:
+            return Label.GRADIENT
     return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
 
 
@@ -188,8 +189,8 @@ def leaf_gradients(results: list[Any]) -> list[Any]:
     gradients are enabled: then checkpointing computes a forward pass again, or the backward pass
     is differentiated, too.
     """
-    targets = _targets()
-    if len(targets) != len(results) or torch.is_grad_enabled():
+    targets = [] if torch.is_grad_enabled() or not is_in_backward() else _targets()
+    if len(targets) != len(results):
         return []
     return [result for result, to in zip(results, targets, strict=True) if to in _LEAF_NODES]
 
@@ -212,10 +213,8 @@ def _targets() -> list[str]:
 
     The type is "NoneType" if no node takes the result. For a node without results, such as
     ``AccumulateGrad``, the list holds the type of the node itself. While autograd adds gradients
-    between two nodes, it holds "NoneType". Outside of a backward pass, it is empty.
+    between two nodes, it holds "NoneType". Call this function only during a backward pass.
     """
-    if not is_in_backward():
-        return []
     with looking_at_nodes:
         node: Any = torch._C._current_autograd_node()
         targets = [target for target, _ in node.next_functions] if node else []

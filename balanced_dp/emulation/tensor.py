@@ -84,7 +84,7 @@ class EmulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not all(issubclass(kind, EmulatedTensor) for kind in types):
+        if types != (cls,) and not all(issubclass(kind, EmulatedTensor) for kind in types):
             return NotImplemented  # another class, such as that of nested tensors, handles it
         return _handler(func)(*args, **(kwargs or {}))
 
