@@ -59,8 +59,8 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
             loop.adopt(self)
             _, frame = calling_frame()
             call = (frame.f_code.co_filename, frame.f_lineno)
-            is_trainer = type(self).__module__ == f"{__package__}.transformers"
-            if not is_trainer and call not in calls:
+            # A Trainer wraps its model in a class of ours, and not in the script.
+            if type(self).__module__ != f"{__package__}.transformers" and call not in calls:
                 calls.append(call)
 
     function = functools.partial(balanced_data_parallel, None)

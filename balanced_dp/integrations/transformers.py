@@ -18,7 +18,7 @@ from torch import nn
 
 try:
     from accelerate.utils import convert_to_fp32  # first, so that an error names accelerate
-    from transformers import Cache, Trainer, TrainerCallback
+    from transformers import Cache, Trainer, TrainerCallback, TrainingArguments
     from transformers.training_args import ParallelMode
     from transformers.utils.generic import ModelOutput
 except ImportError as error:
@@ -135,7 +135,9 @@ class BalancedTrainer(Trainer):
         self._wrapping: dict[str, Any] = {"gpu0_bsz": gpu0_bsz, "device_ids": []}
         self._wrapping |= {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.parallel_model: _TrainerParallel | None = None
-        super().__init__(*args, **kwargs)
+        # Trainers of TRL refuse several GPUs, because nn.DataParallel cannot run their models.
+        with mock.patch.object(TrainingArguments, "n_gpu", 1):
+            super().__init__(*args, **kwargs)
         self.add_callback(_KeepSplit(self))
         if not self.is_model_parallel and self.args.parallel_mode != ParallelMode.DISTRIBUTED:
             if device_ids is not None or self.args.n_gpu > 1 or has_machine():

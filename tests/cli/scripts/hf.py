@@ -34,10 +34,11 @@ class PrintLoss(TrainerCallback):
 
 
 class Own(Trainer):
-    """Stands for a subclass of ``Trainer`` in a library that does not know balanced_dp."""
+    """Stands for the trainers of TRL, which refuse ``nn.DataParallel``."""
 
-    def training_step(self, *args, **kwargs):
-        return super().training_step(*args, **kwargs)
+    def __init__(self, model, args, **options):
+        super().__init__(model, args, **options)
+        assert args.n_gpu <= 1
 
 
 if args.own:
