@@ -619,9 +619,11 @@ def test_a_learned_factor_in_half_precision():
         model(X, y=IGNORED)
 
 
-def test_a_complex_mean():
+def test_losses_keep_their_dtype():
     model, bare = make(lambda n, x, o: (torch.complex(rows(o), rows(o)) * (x[:, 0] + 1j)).mean())
     torch.testing.assert_close(model(X), bare(X))
+    model, _ = make(lambda n, x, o, y: (functional.cross_entropy(o, y) + rows(o).mean()).half())
+    assert model(X, y=Y).dtype == torch.half
 
 
 @pytest.mark.parametrize("has_metric", [True, False])

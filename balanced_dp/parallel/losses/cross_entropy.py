@@ -1,10 +1,10 @@
 """Count the targets of each cross entropy that a replica computes.
 
 While replicas run, the two functions with which torch computes cross entropies are replaced:
-``cross_entropy_loss`` and ``nll_loss_nd``. The replacements call torch's functions, return the
-tensors that these return, and also count the targets. A mean over no targets is NaN, and a loss
-that adds other terms to this NaN would be NaN, too. So the replacements return 0 instead. If no
-replica has targets, the mean over the whole batch is still NaN.
+``cross_entropy_loss`` and ``nll_loss_nd``. The replacements call torch's functions, return clones
+of the tensors that these return, and also count the targets. A mean over no targets is NaN, and a
+loss that adds other terms to this NaN would be NaN, too. So the replacements return 0 instead. If
+no replica has targets, the mean over the whole batch is still NaN.
 
 Autograd saves the number of targets, too, as ``_saved_total_weight``. But this number is missing if
 gradients are disabled or labels are smoothed, so it is not used.
@@ -40,21 +40,15 @@ class Counted:
             all targets, even with class weights. The count is an integer or a 0-dim tensor.
         target: the targets if the input has the shape (N, N) and the targets have the shape (N,),
             else None. ``compares_samples`` reads them.
-        value: a clone of the cross entropy, which is not detached from the autograd graph.
-        node: the autograd node that computed the cross entropy, or None without gradients.
-        result: the cross entropy that the replica's ``forward`` received, as a detached tensor with
-            the same storage.
-        version: the version counter of ``result`` when ``forward`` received the cross entropy. Each
-            in-place write to the cross entropy increments the counter.
+        value: the cross entropy.
+        result: the clone of ``value`` that the replica's ``forward`` received, and may write to.
     """
 
     kind: str
     count: Any
     target: Tensor | None
     value: Tensor
-    node: Any
     result: Tensor
-    version: int
 
     def compares_samples(self) -> bool:
         """Return whether the targets are the row numbers 0, 1, ..., each once, in any order.
@@ -68,11 +62,11 @@ class Counted:
     def is_(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is the result of this cross entropy, and was not written to.
 
-        The tensor may be detached. Return False for an inference tensor, because it has no version
-        counter that shows whether it was written to.
+        The tensor may be detached. Each write in place increments the version counter, which begins
+        at 0 in a clone. Return False for an inference tensor, because it has no such counter.
         """
         is_result = not tensor.is_inference() and memory_of(tensor) == memory_of(self.result)
-        return is_result and tensor._version == self.version
+        return is_result and tensor._version == 0
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, Any]:
@@ -110,23 +104,23 @@ def running(call: Any) -> Iterator[None]:
     try:
         with _lock:
             _running.add(call)
-            _exchange(is_counting=True)
+            _exchange()
         yield
     finally:
         current_call.reset(token)
         with _lock:
             _running.discard(call)
-            if not _running:
-                _exchange(is_counting=False)
+            _exchange()
 
 
-def _exchange(is_counting: bool) -> None:
-    """Replace torch's cross entropy functions by functions that count targets, or restore them.
+def _exchange() -> None:
+    """While calls run, replace torch's cross entropy functions by functions that count targets.
 
-    A function that other code has replaced is left as it is.
+    If no call runs, restore torch's functions. A function that other code has replaced is left as
+    it is. The caller holds ``_lock``.
     """
     for function, counting in _COUNTING.items():
-        old, new = (function, counting) if is_counting else (counting, function)
+        old, new = (function, counting) if _running else (counting, function)
         if getattr(torch._C._nn, function.__name__) is old:
             setattr(torch._C._nn, function.__name__, new)
 
@@ -157,7 +151,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     The replacement computes the same value as ``function`` and saves the same tensors for backward,
     with one exception. If ``run_counted`` records the cross entropy, a mean over no targets is 0
-    instead of NaN.
+    instead of NaN, and the replacement returns a clone, so that nothing else writes to the record.
     """
 
     @functools.wraps(function)
@@ -172,19 +166,17 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         input, target, weight, reduction, ignore_index = args[:5]
         kind = REDUCTIONS[reduction]
         count = _count(target, weight, ignore_index)
-        result = loss.detach()
         if kind == "mean" and isinstance(count, Tensor):
             # If no target counts, the mean is 0 / 0, which is NaN. Whatever forward adds to NaN
             # would be lost.
-            result.masked_fill_(count == 0, 0)
+            loss.detach().masked_fill_(count == 0, 0)
             # If the class weights of all targets are 0, the gradient is NaN, too.
             if weight is not None and loss.grad_fn:
                 ignore_if_empty([loss.grad_fn], [count])
-        version = 0 if loss.is_inference() else loss._version
         square = target if input.shape == 2 * target.shape else None  # shapes (N, N) and (N,)
-        value = loss.clone()  # since forward may write to the loss
-        found.append(Counted(kind, count, square, value, loss.grad_fn, result, version))
-        return loss
+        result = loss.clone()  # since forward may write to it
+        found.append(Counted(kind, count, square, loss, result))
+        return result
 
     _register_builtin(compute, f"aten::{function.__name__}")  # torch.jit.script needs this
     return compute

@@ -71,11 +71,10 @@ class Composition:
             that computes the loss, starting at the pair ``(args, kwargs)``. For example,
             ``1.batch.mask`` leads to ``kwargs["batch"]["mask"]``. A summed cross entropy that is
             divided by the number of samples is not in this list: it counts as a mean over samples.
-        kinds: the kind of the terms that are not in ``parts``: ``{"mean"}`` if they are means over
-            samples, ``{"sum"}`` if they are sums over samples, or an empty set if there are none.
-            If ``unclear`` is not "", do not rely on ``kinds``.
-        unclear: "" if ``kinds`` is certain. Otherwise, the reason why it is not, for example that
-            the loss adds means to sums over samples.
+        kinds: the kinds of the terms that are not in ``parts``: ``"mean"`` for means over samples,
+            ``"sum"`` for sums over samples. Terms of an unknown kind count as means.
+        unclear: "" if all terms are known and of one kind. Otherwise, the reason why they are not,
+            for example that the loss adds means to sums over samples.
     """
 
     parts: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
@@ -134,11 +133,10 @@ def composition_of(
                     for own, *by in zip(inputs, *map(_multipliers, nodes), strict=False):
                         stack.append((own, [*map(operator.mul, factors, by)], paths))
             except UnclearError as error:
+                found.kinds.add("mean")  # by which it is joined
                 found.unclear = found.unclear or str(error)
     if len(found.kinds) > 1:
         found.unclear = found.unclear or "it adds means to sums over samples"
-    if found.unclear:
-        found.kinds = {"mean"}
     return found
 
 
@@ -378,26 +376,22 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             is_loss = is_loss and is_alike
             known = _inputs_with_graph(nodes)
             stack += [(own, is_loss) for own in known]
-            if is_loss or isinstance(node, BackwardCFunction) or node.name() == "CopySlices":
+            name, axes = _operator_name(node), _axes(shapes, sizes)
+            is_opaque = isinstance(node, BackwardCFunction) or name == "CopySlices"
+            if is_loss or is_opaque or _SELECTS.fullmatch(name):
                 continue
-            name = _operator_name(node)
-            differing = [own for own in zip(*shapes, strict=False) if len({*own}) > 1]
-            are_pairs = len(differing) > 1 and len(_axes(shapes, sizes)) > 1
-            are_pairs |= not num_pairs.isdisjoint(differing)
-            if are_pairs and not _SELECTS.fullmatch(name):
+            if len(axes) > 1 or not num_pairs.isdisjoint(zip(*shapes, strict=False)):
                 return f"{name} computes a number for each pair of samples"
+            if is_alike and any(_axes(starmap(_shape_of, own), sizes) for own in known):
+                return f"{name} reduces the samples of each chunk"
             along = _dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
             along = (-2,) if name.startswith("ScaledDotProduct") else along
-            inputs = [list(starmap(_shape_of, own)) for own in known if is_alike or along]
-            axes = {axis for own in inputs for axis in _axes(own, sizes)}
-            if is_alike and axes and not _SELECTS.fullmatch(name):
-                return f"{name} reduces the samples of each chunk"
             if axes & {dim % len(shapes[0]) for dim in along}:
                 return f"{name} runs along the samples of each chunk"
     return ""
 
 
-def _axes(shapes: Iterable[Sequence[int]], sizes: Sequence[int]) -> list[int]:
+def _axes(shapes: Iterable[Sequence[int]], sizes: Sequence[int]) -> set[int]:
     """Return the dimensions whose lengths on the replicas are in proportion to the chunk sizes."""
     lengths = enumerate(zip(*shapes, strict=False))
-    return [axis for axis, own in lengths if own[0] and _follow(own, sizes)]
+    return {axis for axis, own in lengths if own[0] and _follow(own, sizes)}
