@@ -117,7 +117,6 @@ def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
     elem = elem_of(self)
     dtype = kwargs.get("dtype") or elem.dtype
     target = kwargs.pop("device", None) or self.device
-    kwargs.pop("pin_memory", None)
     if target.type == "meta":
         return torch.empty_strided(elem.size(), elem.stride(), dtype=dtype, device=META)
     if target.type == "cpu":
@@ -254,6 +253,8 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
 
 def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
     """Pack a padded sequence. Lengths and batch sizes are CPU tensors, as with CUDA."""
+    if isinstance(lengths, EmulatedTensor):
+        raise RuntimeError(f"'lengths' is on {lengths.device}; it must be on the CPU: use .cpu()")
     wrapped = Wrapped(aten._pack_padded_sequence.default)
     data, batch_sizes = wrapped.func(wrapped.unwrap(input), lengths, batch_first)
     return wrapped.wrap(data), batch_sizes

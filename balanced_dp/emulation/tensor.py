@@ -244,7 +244,7 @@ def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 @functools.cache
-def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
+def _emulated_subclass(cls: Any) -> Any:
     if issubclass(EmulatedTensor, cls):
         return EmulatedTensor
     if issubclass(cls, EmulatedTensor):
@@ -257,11 +257,10 @@ def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
         known = [cls if kind is both else kind for kind in types]
         return cls.__torch_function__(func, known, args, kwargs)
 
-    meta: Any = type(cls)
     attributes = property(torch.Tensor.__dict__["__dict__"].__get__, _refuse_attributes)
-    both = meta(cls.__name__, (cls, EmulatedTensor), {"__dict__": attributes})
+    both = type(cls)(cls.__name__, (cls, EmulatedTensor), {"__dict__": attributes})
     both.__torch_function__ = classmethod(torch_function)
-    return both  # type: ignore[no-any-return]
+    return both
 
 
 def _refuse_attributes(self: object, attributes: object) -> None:

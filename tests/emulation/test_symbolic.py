@@ -154,8 +154,9 @@ def test_text_of_symbolic_tensors(symbolic_devices):
 def test_errors_of_torch_stay(symbolic_devices):
     x, y = (torch.zeros(n, 4, device=symbolic_devices[0]) for n in (3, 5))
     torch.cdist(x, y, p=1.5)  # is remembered
-    for call in (lambda: torch.cdist(x, y, p=-1.0), lambda: x @ y):
-        with pytest.raises(RuntimeError, match=r"negative p|must have same reduction dim"):
+    pack = torch.nn.utils.rnn.pack_padded_sequence
+    for call in (lambda: torch.cdist(x, y, p=-1.0), lambda: x @ y, lambda: pack(x, x)):
+        with pytest.raises(RuntimeError, match=r"negative p|reduction dim|must be on the CPU"):
             call()
 
 

@@ -9,7 +9,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--own", action="store_true", help="with a Trainer of one's own")
-args = parser.parse_args()
 
 MAX_STEPS, BATCH = 10, 24
 torch.manual_seed(0)
@@ -41,7 +40,7 @@ class Own(Trainer):
         assert args.n_gpu <= 1
 
 
-if args.own:
+if parser.parse_args().own:
     from balanced_dp.integrations.transformers import BalancedTrainer
 
     class Balanced(BalancedTrainer, Own):
