@@ -159,8 +159,8 @@ def summary(report: Report) -> Iterator[str]:
         yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
     # gather=False is suggested only if it would save memory. If forward returns the loss, as with
     # BalancedTrainer in training, little is gathered.
-    part = report.best.bytes_of_loss / (report.best.peak_bytes[0] or 1)
-    others = [f"gather=False (the loss fills {part:.0%} of device 0: docs/loss.md)"] * (part > 0.01)
+    part = report.best.uses[0].get("gathered output", 0) / (report.best.peak_bytes[0] or 1)
+    others = [f"gather=False (outputs fill {part:.0%} of device 0: docs/loss.md)"] * (part > 0.01)
     others += ["spread=True (parameters on all devices: docs/step.md)"] * (not report.best.spread)
     if report.is_script and others:
         yield f"Not measured: {' and '.join(others)}. To try, change the script and run it again."

@@ -84,20 +84,6 @@ class Option:
         return self.batch_size / self.seconds if self.seconds and not self.out_of_memory else 0.0
 
     @property
-    def bytes_of_loss(self) -> float:
-        """The bytes that gathered outputs, and what is computed from them, take on device 0.
-
-        They are the gathered outputs at the peak, and the activations beyond those of the chunk of
-        device 0. The activations of a chunk are in proportion to its size. The result is 0 if
-        memory ran out.
-        """
-        held = [uses.get("activation", 0) for uses in self.uses]
-        chunk, *sizes = self.chunk_sizes
-        of_chunk = [n * chunk / size for n, size in zip(held[1:], sizes, strict=True) if size]
-        excess = max(0, held[0] - max(of_chunk, default=0))
-        return self.uses[0].get("gathered output", 0) + excess
-
-    @property
     def is_even(self) -> bool:
         """Whether the split is that of ``nn.DataParallel``."""
         return self.gpu0_bsz is None and self.device_weights is None

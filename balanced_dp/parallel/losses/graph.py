@@ -386,7 +386,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
                 return f"{name} reduces the samples of each chunk"
             along = _dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
             along = (-2,) if name.startswith("ScaledDotProduct") else along
-            if axes & {dim % len(shapes[0]) for dim in along}:
+            if axes and axes & {dim % len(shapes[0]) for dim in along}:
                 return f"{name} runs along the samples of each chunk"
     return ""
 

@@ -9,11 +9,10 @@ targets), and a_k is its factor. ``graph`` finds these terms. The loss of the ba
 
     loss = sum_i n_i m_i / sum_i n_i + sum_k a_k sum_i t_ik c_ik / sum_i t_ik.
 
-The values of the c_ik are known, but those of the m_i are not. So the l_i are joined as the m_i
-should be, and then the wrongly joined a_k c_ik are subtracted, and added as they should be joined.
-Instead of means, the m_i or the c_ik may be sums, which are added up over the replicas. If the
-autograd graph does not show that m_i is a mean or a sum over samples, the m_i are averaged with the
-n_i as weights, and one warning is issued.
+The values of the c_ik are known, so m_i is computed by subtracting the a_k c_ik from l_i. Instead
+of means, the m_i or the c_ik may be sums, which are added up over the replicas. If the autograd
+graph does not show that m_i is a mean or a sum over samples, the m_i are averaged with the n_i as
+weights, and one warning is issued.
 
 In a call with gradients, one more kind of loss is recognized: the masked mean, which is
 ``(entries * mask).sum() / mask.sum()``. The masked mean of each replica is weighted by the sum of
@@ -34,8 +33,9 @@ A call without gradients has no autograd graph to follow. There, an output is jo
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -139,11 +139,10 @@ class Call:
         """
         sizes, key = self.chunk_sizes or (1,) * len(outputs), (self._code, name)
         self.history.seen.add(key)
-        if (weigh := self.loss_weight) is not None:
-            given = [weight_of_chunk(weigh, self.function, own, name) for own in self.arguments]
-            if given and all(weight is not None for weight in given):
-                ignore_if_empty([output.grad_fn for output in outputs], given)
-                return joined(outputs, given, device)
+        given = [w.get(name) if isinstance(w, Mapping) else w for w in self._given_weights]
+        if given and all(weight is not None for weight in given):
+            ignore_if_empty([output.grad_fn for output in outputs], given)
+            return joined(outputs, given, device)
         if not self.counted or is_symbolic(outputs[0].device):
             return joined(outputs, sizes, device)
         rows = list(zip(*self.counted, strict=False))
@@ -156,15 +155,16 @@ class Call:
         weights = [None if own[0].kind == "sum" else [one.count for one in own] for own in rows]
         if len(loss.parts) == 1 and not loss.kinds:  # nothing but a multiple of a cross entropy
             return joined(outputs, weights[loss.parts[0][0]], device)
-        rest = None if loss.kinds == {"sum"} else sizes
-        total = joined(outputs, rest, device)
+        total = torch.zeros((), dtype=outputs[0].dtype, device=device)
         for place, factor, paths in loss.parts:
             values = [one.value * factor for one in rows[place]]
             for path in paths:
                 by = [dict(nested.leaves(arguments))[path] for arguments in self.arguments]
                 values = [v / torch.as_tensor(n).view(()) for v, n in zip(values, by, strict=True)]
-            total = total + joined(values, weights[place], device) - joined(values, rest, device)
-        return total.to(outputs[0].dtype)
+            outputs = [o - value.to(o.dtype) for o, value in zip(outputs, values, strict=True)]
+            total = total + joined(values, weights[place], device)
+        rest = joined(outputs, None if loss.kinds == {"sum"} else sizes, device)
+        return (total + rest).to(rest.dtype)
 
     def _counts_of(self, outputs: Tensors, key: Any, device: torch.device) -> list[Tensor]:
         """Return how many entries the mask on each replica selects, if the output is a masked mean.
@@ -228,19 +228,20 @@ class Call:
         return not tensor.dim() or (tensor.numel() == 1 and (is_of_several or has_been))
 
     def _composition_of(self, outputs: Tensors, key: Any, rows: Rows) -> Composition:
-        """Return the terms that add up to an output, as the docstring of this module says."""
         leaves = nested.leaves(self.arguments[0])
         form = len(rows), {path for path, value in leaves if value is not None}
-        equal = [place for place, own in enumerate(rows) if all(map(Counted.is_, own, outputs))]
-        if equal:
-            return Composition([(equal[0], 1.0, ())])
-        if not torch.is_grad_enabled():
-            loss, known = self.history.losses.get(key, (Composition(), None))
-            return loss if form == known else self._by_value(outputs, rows)
-        nodes = [tuple(one.value.grad_fn for one in own) for own in rows]
-        counted = {own: (place, rows[place][0].kind) for place, own in enumerate(nodes)}
-        loss = composition_of(outputs, self.chunk_sizes, counted, self._path_of)
-        self.history.losses[key] = loss, form
+        equal = [all(map(Counted.is_, own, outputs)) for own in rows]
+        loss, known = self.history.losses.get(key, (Composition(), None))
+        if any(equal):
+            loss = Composition([(equal.index(True), 1.0, ())])
+        elif torch.is_grad_enabled():
+            nodes = [tuple(one.value.grad_fn for one in own) for own in rows]
+            counted = {own: (i, rows[i][0].kind) for i, own in enumerate(nodes)}
+            loss = composition_of(outputs, self.chunk_sizes, counted, self._path_of)
+        elif form != known:
+            return self._by_value(outputs, rows)
+        if torch.is_grad_enabled():
+            self.history.losses[key] = (loss, form)
         return loss
 
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
@@ -282,6 +283,13 @@ class Call:
         rows = zip(*map(nested.leaves, self.arguments), strict=False)
         same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
         return next(same, "")
+
+    @functools.cached_property
+    def _given_weights(self) -> list[Any]:
+        """What ``loss_weight`` returns for each replica; empty if ``loss_weight`` is None."""
+        if self.loss_weight is None:
+            return []
+        return [weight_of_chunk(self.loss_weight, self.function, own) for own in self.arguments]
 
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
         """Warn once that an output, or the result, may differ from its value for the whole batch.

@@ -73,25 +73,22 @@ def check_options(scalar_outputs: object, loss_weight: object = None) -> None:
 
 
 def weight_of_chunk(
-    loss_weight: Callable[..., Any], function: Callable[..., Any], arguments: Arguments, output: str
-) -> float | Tensor | None:
-    """Return the weight that ``loss_weight`` gives to a loss of one chunk of the batch.
+    loss_weight: Callable[..., Any], function: Callable[..., Any], arguments: Arguments
+) -> Any:
+    """Return the weight that ``loss_weight`` gives to the losses of one chunk of the batch.
 
-    The weight is a number or a 0-dim tensor. It is None if ``loss_weight`` returns a dictionary
-    without a weight for this loss. Whether a tensor is at least 0 is not checked, since reading its
-    value would wait for a device.
+    The weight is a number, a 0-dim tensor, or a dictionary that maps names of outputs to such
+    weights.
 
     Args:
-        loss_weight: the function that returns the weight, or a dictionary that maps names of
-            outputs to weights. Each parameter of ``loss_weight`` gets the argument of ``function``
-            that has the same name. If ``function`` is called without an argument of this name, the
-            parameter keeps its default.
+        loss_weight: the function that returns the weight. Each parameter of ``loss_weight`` gets
+            the argument of ``function`` that has the same name. If ``function`` is called without
+            an argument of this name, the parameter keeps its default.
         function: the function that computes the losses.
         arguments: the arguments of ``function`` for the chunk.
-        output: the name of the output that is the loss.
 
     Raises:
-        ArgumentError: the call of ``function`` lacks an argument that ``loss_weight`` needs, or the
+        ArgumentError: the call of ``function`` lacks an argument that ``loss_weight`` needs, or a
             weight is neither a finite number of at least 0 nor a tensor of one element.
     """
     named = dict(named_arguments(function, arguments))
@@ -104,9 +101,15 @@ def weight_of_chunk(
         )
     weight = loss_weight(**{name: named[name] for name in names})
     if isinstance(weight, Mapping):
-        if output not in weight:
-            return None
-        weight = weight[output]
+        return {name: _checked(value) for name, value in weight.items()}
+    return _checked(weight)
+
+
+def _checked(weight: Any) -> float | Tensor:
+    """Return a weight as a float or a 0-dim tensor, after checking that it is valid.
+
+    Whether a tensor is at least 0 is not checked, since reading its value would wait for a device.
+    """
     if isinstance(weight, Tensor) and weight.numel() == 1:
         return weight.detach().reshape(())
     if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
