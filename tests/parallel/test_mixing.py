@@ -229,6 +229,7 @@ MODELS: dict[str, nn.Module] = {
     "towers": net(lambda m, row, words: (m.a(row) * m.words(words).mean(1)).sum(1), **words),
     "triplets": net(lambda m, sequence: F.triplet_margin_loss(*m.a(sequence).unbind(1)[:3])),
     "pairs of fields": net(lambda m, sequence: m.a(sequence) @ m.a(sequence).mT @ m.a(sequence)),
+    "a softmax of one number": net(lambda m, row: m.a(row) * m.t.sum().softmax(0), t=parameter(8)),
     "gumbel": net(lambda m, row: m.b(F.gumbel_softmax(m.a(row), hard=True))),
     "chosen samples": net(lambda m, row, chosen: m.a(row[chosen > 0]).tanh().square().mean()),
     # 3 and 6 words for 3 and 4 samples, which have 3 and 6 pairs. It was warned of, as was DrQA.
