@@ -59,7 +59,7 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
             loop.adopt(self)
             _, frame = calling_frame()
             call = (frame.f_code.co_filename, frame.f_lineno)
-            # A Trainer wraps its model in a class of ours, and not in the script.
+            # If a Trainer wraps the model, no line of the script does.
             if type(self).__module__ != f"{__package__}.transformers" and call not in calls:
                 calls.append(call)
 

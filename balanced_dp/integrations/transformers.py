@@ -135,7 +135,8 @@ class BalancedTrainer(Trainer):
         self._wrapping: dict[str, Any] = {"gpu0_bsz": gpu0_bsz, "device_ids": []}
         self._wrapping |= {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.parallel_model: _TrainerParallel | None = None
-        # Trainers of TRL refuse several GPUs, because nn.DataParallel cannot run their models.
+        # Trainers of TRL refuse several GPUs, because nn.DataParallel cannot run their models. So a
+        # trainer sees a single GPU while it is created.
         with mock.patch.object(TrainingArguments, "n_gpu", 1):
             super().__init__(*args, **kwargs)
         self.add_callback(_KeepSplit(self))

@@ -133,7 +133,7 @@ def composition_of(
                     for own, *by in zip(inputs, *map(_multipliers, nodes), strict=False):
                         stack.append((own, [*map(operator.mul, factors, by)], paths))
             except UnclearError as error:
-                found.kinds.add("mean")  # by which it is joined
+                found.kinds.add("mean")  # the term is averaged, with a warning
                 found.unclear = found.unclear or str(error)
     if len(found.kinds) > 1:
         found.unclear = found.unclear or "it adds means to sums over samples"
