@@ -250,6 +250,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "samples in a stack": lambda n, x, o, real: torch.stack(
         [F.mse_loss(*pair) for pair in zip(o, real, strict=True)]
     ).mean(),
+    "learned weight": lambda n, x, o, real: n.scale.exp() * F.mse_loss(o, real) + n.scale.norm(),
     "moved": lambda n, x, o, real: F.mse_loss(o, real).cpu().to(o.device) * 2,
     "gradient penalty": lambda n, x, o: (
         gradient(n, x).square().sum(1).sqrt().sub(1).square().mean()
@@ -289,6 +290,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "a factor by length": lambda n, x, o: (0.3 / len(x)) * o.square().sum(),
     "weight less data": lambda n, x, o: (x[:, 0] - n.scale).square().sum(),
     "sum times a tensor": lambda n, x, o: rows(o).sum() * torch.tensor(0.5),
+    "learned weight of a count": lambda n, x, o, ignored: n.scale * F.cross_entropy(o, ignored),
     "cross entropy times a tensor": lambda n, x, o, y: F.cross_entropy(o, y) * torch.tensor(2.0),
     "cross entropy times its count by length": lambda n, x, o, y: (
         F.cross_entropy(o, y) * (y >= 0).sum() / len(x)

@@ -9,11 +9,12 @@ samples, and cross entropies.
 
 Between the loss and its reductions, terms may be reshaped, added, subtracted, and multiplied or
 divided by Python numbers. They may also be divided by a tensor, if this tensor is an argument of
-the function that computes the loss. Any other operation there makes the loss unclear (see
-``Composition``). No value is read from a device, and no user code is run again. The graphs of the
-replicas are followed side by side: they differ only in the number of samples. ``masked_mean_of``
-recognizes one more kind of loss: entries are multiplied by a mask and added up, and the sum is
-divided by another tensor.
+the function that computes the loss. Means over samples may also be multiplied by a term that is
+computed from parameters alone, such as ``s.exp()``, and such a term may be added to them. Any other
+operation there makes the loss unclear (see ``Composition``). No value is read from a device, and no
+user code is run again. The graphs of the replicas are followed side by side: they differ only in
+the number of samples. ``masked_mean_of`` recognizes one more kind of loss: entries are multiplied
+by a mask and added up, and the sum is divided by another tensor.
 
 Each replica gets a part of the batch, a chunk. In the part of the graph between the reductions and
 the inputs, ``how_samples_mix`` looks for operators whose result for one sample depends on other
@@ -49,11 +50,23 @@ operator the tensor is.
 _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
 """Operators that copy or reshape a tensor, and so do not change the numbers in it."""
 
+_ADDS_UP = re.compile(rf"Add|Sub|Rsub|Neg|Sum|{_KEEPS.pattern}")
+"""Operators that add up their inputs or the entries of a tensor, and those of ``_KEEPS``."""
+
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
 """Operators that compute each entry from other entries along a dimension. They keep the shape."""
 
 _SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index(Select|Put)?|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
+
+_OF_PARAMETERS = re.compile(
+    r"AccumulateGrad|(Broadcast|Receive)Backward|Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Softplus|Sum|\w*Norm"
+)
+"""Nodes of parameters and of their copies, and operators that compute with nothing but tensors.
+
+Operators such as indexing are missing, because they also compute with indices, which may come from
+the samples.
+"""
 
 
 class UnclearError(Exception):
@@ -118,6 +131,8 @@ def composition_of(
             try:
                 if are_equal(factors) and not paths and all(edge == edges[0] for edge in edges):
                     found.kinds.add("mean")  # one node for all replicas, as of a joined loss
+                elif reduction and math.isnan(factors[0]):
+                    raise UnclearError("it multiplies a cross entropy by a parameter")
                 elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, bool(paths))
                     # A sum over targets, divided by the number of samples, is a mean over samples.
@@ -133,8 +148,12 @@ def composition_of(
                     for own, *by in zip(inputs, *map(_multipliers, nodes), strict=False):
                         stack.append((own, [*map(operator.mul, factors, by)], paths))
             except UnclearError as error:
-                found.kinds.add("mean")  # the term is averaged, with a warning
-                found.unclear = found.unclear or str(error)
+                found.kinds.add("mean")  # the term is averaged
+                # Averaging is exact if the term is the same on all replicas. A constant factor such
+                # as 0.1 may be 1 / chunk size, and so depend on the split.
+                is_by_size = not are_equal(factors) or _is_one([factors[0] * max(sizes)])
+                if paths or is_by_size or not _is_of_parameters(nodes):
+                    found.unclear = found.unclear or str(error)
     if len(found.kinds) > 1:
         found.unclear = found.unclear or "it adds means to sums over samples"
     return found
@@ -213,14 +232,8 @@ def _kind_of_sum(entries: Any) -> str:
     Args:
         entries: the autograd node of the operator that computed the entries.
     """
-    found = [entries]
-    for node in found:
-        name = _operator_name(node)
-        if name in ("Mul", "Div"):
-            return "sum of products" if name == "Mul" else "sum of quotients"
-        if name in ("Add", "Sub", "Rsub", "Neg", "Sum") or _KEEPS.fullmatch(name):
-            found += [own for own, _ in node.next_functions if own and own not in found]
-    return "sum"
+    kinds = {"Mul": "sum of products", "Div": "sum of quotients"}
+    return next(filter(None, map(kinds.get, _names([entries], _ADDS_UP))), "sum")
 
 
 def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divided: bool) -> str:
@@ -240,8 +253,8 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     """
     is_even, is_constant = len({*sizes}) == 1, are_equal(factors)
     products = [factor * n for factor, n in zip(factors, sizes, strict=True)]
-    is_mean = are_equal(products) and (not is_even or (sizes[0] > 2 and _is_one(products)))
-    if (name == "mean" and is_constant) or (name != "mean" and is_mean):
+    is_by_size = (sizes[0] > 2 and _is_one(products)) if is_even else not is_constant
+    if is_constant if name == "mean" else is_by_size and are_equal(products):
         return "mean"
     adds_up = name == "sum" or (name == "sum of products" and is_divided)
     # If all chunks have the same size, a factor other than 1 may be the number of samples.
@@ -258,16 +271,49 @@ def _divisor_of(node: Any) -> Any:
 def _multipliers(node: Any) -> Sequence[float]:
     """Return the numbers by which an operator multiplies its inputs, one number for each input.
 
+    If the operator multiplies an input by a term that is computed from parameters alone, the number
+    of this input is NaN, which stands for an unknown number that is the same on all replicas. The
+    number of the term itself is 0.
+
     Raises:
-        UnclearError: the operator does more than add up its inputs or multiply them by numbers.
+        UnclearError: the operator does more than add up its inputs or multiply them by numbers or
+            by terms of parameters.
     """
     name, alpha = _operator_name(node), getattr(node, "_saved_alpha", 1)
     signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
     if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
         return [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
+    are_factors = [_is_of_parameters([own]) for own, _ in node.next_functions if name == "Mul"]
+    if sum(are_factors) == 1:
+        return [0 if is_factor else math.nan for is_factor in are_factors]
     if name not in signs and not _KEEPS.fullmatch(name):
         raise UnclearError(f"it uses {name}, not only means over samples")
     return signs.get(name, (1,))
+
+
+def _is_of_parameters(nodes: Sequence[Any]) -> bool:
+    """Return whether tensors are computed from parameters alone, and by known operators.
+
+    Then the tensors are the same on all replicas. They are not if an operator has an input without
+    an autograd graph: this input may be computed from the samples.
+
+    Args:
+        nodes: the autograd nodes of the operators that computed the tensors.
+    """
+    return all(map(_OF_PARAMETERS.fullmatch, _names(nodes, _OF_PARAMETERS)))
+
+
+def _names(nodes: Sequence[Any], through: re.Pattern[str]) -> list[str]:
+    """Return the names of the operators of ``nodes``, and of the operators behind them.
+
+    The inputs of an operator are followed only if its name matches ``through``. The name of an
+    input without an autograd graph is "".
+    """
+    found = list(nodes)
+    for node in found:
+        if through.fullmatch(_operator_name(node)):
+            found += [own for own, _ in node.next_functions if own not in found]
+    return list(map(_operator_name, found))
 
 
 def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
@@ -304,8 +350,12 @@ def _is_number(saved: object) -> bool:
 
 
 def are_equal(numbers: Sequence[float], rel_tol: float = 1e-9) -> bool:
-    """Return whether all numbers are equal, up to a relative error of ``rel_tol`` for rounding."""
-    return all(math.isclose(number, numbers[0], rel_tol=rel_tol) for number in numbers)
+    """Return whether all numbers are equal, up to a relative error of ``rel_tol`` for rounding.
+
+    If all numbers are NaN, they count as equal (see ``_multipliers``).
+    """
+    is_known = not all(map(math.isnan, numbers))
+    return not is_known or all(math.isclose(n, numbers[0], rel_tol=rel_tol) for n in numbers)
 
 
 def _is_one(numbers: Sequence[float]) -> bool:
@@ -331,7 +381,7 @@ def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
 
 def _operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
-    name: str = node.name().rpartition("::")[2]
+    name: str = node.name().rpartition("::")[2] if node else ""
     # The node of a custom function Mul is MulBackward. Shortened, it would look like an operator.
     return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
 
