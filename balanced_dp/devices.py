@@ -22,7 +22,8 @@ def default_device_type() -> str | None:
     """
     if has_machine():
         return current_machine().device_type
-    # torch.accelerator is new in torch 2.6, and in 2.6 it raises an error without accelerators.
+    # torch.accelerator is not used here: torch 2.5 does not have it, and in torch 2.6, it raises an
+    # error without accelerators.
     device: torch.device = torch._C._get_accelerator()
     has_several = device.type not in ("cpu", "mps")  # MPS has a single device
     return device.type if has_several and torch.get_device_module(device).is_available() else None
@@ -118,8 +119,8 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
               do not wait for each other.
             - ``device`` itself: the addition of the gradients that have arrived on ``device``.
 
-            So a copy of gradients uses a stream of each of its two devices: the source's stream
-            ``"copies"``, and the destination's stream for this source.
+            So a copy of gradients uses two streams: the source's stream ``"copies"``, and the
+            destination's stream for this source.
     """
     if (device, purpose) not in _streams:  # setdefault: two threads may make one at the same time
         _streams.setdefault((device, purpose), torch.get_device_module(device).Stream(device))
@@ -127,7 +128,7 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether ``device`` has streams, one of which is current in each thread."""
+    """Return whether devices of the type of ``device`` have streams, as CUDA devices do."""
     return device.type != "cpu" and hasattr(torch.get_device_module(device), "stream")
 
 

@@ -1,7 +1,7 @@
 """The errors and warnings of balanced_dp.
 
-Every error derives from ``BalancedDataParallelError`` and from a builtin error, so that both
-``except BalancedDataParallelError`` and ``except ValueError`` work.
+Every error derives from ``BalancedDataParallelError`` and from a builtin error. For example, both
+``except BalancedDataParallelError`` and ``except ValueError`` catch an ``ArgumentError``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from .split import EQUAL, even_share, split_batch
 MAX_SPLITS = 6
 """The maximum number of splits that a search in a training loop tries.
 
-The search tries further splits only if memory ran out with all of these. A search for
+If memory ran out with all of these splits, the search tries further ones. A search for
 ``device_weights`` never tries more than this number.
 """
 
@@ -41,9 +41,9 @@ _NUM_COMPARED = 3
 """If peaks vary, ``LoopSearch(compares=True)`` measures each split in this many iterations."""
 
 VARIES = 0.01
-"""The peaks of a split count as varying if those of two iterations differ by more than this part.
+"""The peaks of a split count as varying if two iterations differ by more than this fraction.
 
-Smaller differences are ignored, since the buckets in which gradients are copied cause them, too.
+Smaller differences are ignored, since the buffers in which gradients are copied cause them, too.
 """
 
 _ROUNDING = 1e-6
@@ -290,7 +290,7 @@ class LoopSearch:
             If so, the search looks not only for the best ``gpu0_bsz``, but also for the largest
             ``gpu0_bsz`` with which the peak of device 0 is at most ``budgets[0]``. The search then
             compares splits over equal numbers of iterations, since the highest peak of many
-            iterations exceeds that of a few.
+            iterations tends to exceed the highest peak of a few.
 
     Attributes:
         search: the ``Search`` for the largest batch so far. Before the first iteration, its
@@ -370,8 +370,9 @@ class LoopSearch:
         if self.search.batch_size != batch_size:
             self._begin(batch_size, False)
         told = self.search.told
-        # Forget the splits that give device 0 at least as many samples (if device 0 ran out) or at
-        # most as many (if another device ran out): with them, the device may run out, too.
+        # If device 0 ran out, forget the splits that give it at least as many samples as ``split``.
+        # If another device ran out, forget those that give device 0 at most as many. With such a
+        # split, the device may run out again.
         for tried in [s for s in told if (s <= split if index else s >= split)]:
             del told[tried]
             self._iterations.pop(tried, None)

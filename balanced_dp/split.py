@@ -94,8 +94,11 @@ def split_by_weights(
 
     Raises:
         ArgumentTypeError: ``batch_size`` or ``gpu0_bsz`` is not an integer.
-        ArgumentError: an argument is out of range, ``device_weights`` are not numbers, or
-            device 0 would get more than ``gpu0_bsz`` and all other devices have the weight 0.
+        ArgumentError: in each of these cases:
+
+            - An argument is out of range.
+            - ``device_weights`` are not numbers.
+            - Device 0 would get more than ``gpu0_bsz``, but all other devices have the weight 0.
 
     Source:
         Largest-remainder (Hamilton's) method, https://en.wikipedia.org/wiki/Quota_method.

@@ -80,7 +80,7 @@ def run_at_once(node: Any) -> None:
     """Let an autograd node run as early as possible in the backward pass.
 
     Autograd runs the nodes that are ready in the order of their sequence numbers, highest first.
-    This function sets the second-highest number possible. The highest one is that of the nodes that
-    accumulate the gradients of leaf tensors.
+    This function sets the second-highest number possible. Only the nodes that accumulate the
+    gradients of leaf tensors have a higher number.
     """
     node._set_sequence_nr(2**64 - 2)

@@ -17,7 +17,7 @@ Memory = Annotated[
     str | None, Option(help="Capacity of each device, or a list: 24GiB,11GiB. 1GB is 1GiB.")
 ]
 Reserve = Annotated[str | None, Option(help="Memory of each GPU to keep free; default: 1GiB.")]
-GOAL = Option("--for", help="What ranks first; default: speed, or headroom without capacities.")
+GOAL = Option("--for", help="Goal; default: speed, or headroom if no capacity is known.")
 JsonFile = Annotated[Path | None, Option("--json", metavar="FILE", help="Write JSON; - is stdout.")]
 Html = Annotated[Path | None, Option(metavar="FILE", help="Write an HTML page; - is stdout.")]
 Markdown = Annotated[Path | None, Option(metavar="FILE", help="Write Markdown; - is stdout.")]

@@ -26,7 +26,7 @@ try:
     from typer import Argument, Option
 
     from . import arguments
-except ModuleNotFoundError as error:  # the library itself needs none of these
+except ModuleNotFoundError as error:  # only the command line needs typer
     raise SystemExit(
         f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
         "pip install '.[cli]' in a clone"
@@ -129,7 +129,7 @@ def run(
 
 
 @app.command()
-@app.command("plan", help="Find gpu0_bsz without GPUs: tune --emulate --memory ...")
+@app.command("plan", help="Find gpu0_bsz without GPUs; same as tune --emulate --memory ...")
 def tune(
     context: typer.Context,
     target: Annotated[str | None, arguments.TARGET] = None,
@@ -211,7 +211,7 @@ def report_command(
     ] = None,
     limits: Annotated[
         str,
-        Option("--fail", metavar="METRIC:LIMIT,...", help="Most it may worsen: peak:5%,speed:10%."),
+        Option("--fail", metavar="METRIC:LIMIT,...", help="Allowed worsening: peak:5%,speed:10%."),
     ] = "",
 ) -> None:
     """Show a report, convert it, or compare it with an older one.
@@ -340,8 +340,8 @@ def demo(
 def _where(error: BaseException) -> str:
     """Return text that says where an error was raised, such as `` at train.py:12``.
 
-    The text names the last line of the error's traceback that is not in a library. It is empty if
-    there is no such line.
+    The text names the last line of the error's traceback that is not in a library. If all lines are
+    in libraries, the text is empty.
     """
     from .script import is_library
 

@@ -24,7 +24,7 @@ from .arguments import STDOUT
 def open_console(*, stderr: bool = False) -> Console:
     """Return a console that prints on stdout, or on stderr if ``stderr`` is True."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    width = None if is_terminal else 160  # else tables are wrapped to the width of a terminal
+    width = None if is_terminal else 160  # in files, tables are not wrapped to a terminal's width
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 

@@ -55,7 +55,7 @@ def run_and_measure(
         num_devices: number of devices. None means all GPUs if there are two or more, otherwise four
             emulated devices. It is ignored if ``capacities`` is given.
         capacities: capacity of each emulated device in bytes. A script that needs more still runs.
-            If this is given, the devices are emulated even if there are GPUs.
+            If ``capacities`` is given, the devices are emulated even if there are GPUs.
         reserve: bytes of each device to keep free, as in ``tune``.
         steps: the number of training steps after which the script is ended; None means no limit.
         symbolic: whether emulated devices keep the shapes of tensors but no values.
@@ -86,7 +86,7 @@ def run_and_measure(
         ) as devices,
     ):
         if not found:
-            # The script's tensors may outlive the emulated devices.
+            # At the end of the block, emulated devices warn if tensors of the script still exist.
             warnings.simplefilter("ignore", ResourceWarning)
             current_machine().ignore_capacities()
             current_machine().reads_unknown_as_nan = True
@@ -106,10 +106,11 @@ def run_and_measure(
         notes, name = tuple(loop.notes(has_failed=exit_code != 0)), Path(script).name
         notes += tuple(f"Warning: {message}." for message in dict.fromkeys(warned))
         tried = loop.last_split
-        # With shapes only, a script usually fails because it reads a value.
+        # The split is not suspected with shapes only, since a script then usually fails because it
+        # reads a value.
         is_uneven = tried and tried[0] < even_share(sum(tried), len(tried))
         if exit_code == 1 and is_uneven and not symbolic:
-            fact = f"The script failed after a call in chunks of {tried}"
+            fact = f"The script failed after a batch was split into {tried}"
             notes += (f"{fact}. To rule out the split as the cause, try --gpu0-bsz even.",)
         if exit_code == 1 and found and any(num_ooms(found)):
             sizes = ",".join(f"{size >> 20}MiB" for size in capacities_of(found))
@@ -160,13 +161,13 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
     if len(loop.devices) < 2:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.batch_size:
-        ran = f"{loop.num_iterations} ran{', without optimizer state' * (loop.num_iterations == 1)}"
-        return f"To compare splits, run two steps with batches of equal size; {ran}."
+        ran = f"{loop.num_iterations}{', without optimizer state' * (loop.num_iterations == 1)}"
+        return f"To compare splits, run two steps with batches of equal size; the script ran {ran}."
     if sum(map(bool, loop.highest.peak_bytes)) < 2 and calls:
         return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
     if sum(map(bool, loop.highest.peak_bytes)) < 2:
         return "The script splits no batches; add model = torch.nn.DataParallel(model.cuda())."
     return (
-        "The splits were not changed: the script uses a class of its own, device_weights, or a "
-        "device twice. To find the best split, use BalancedDataParallel without these."
+        "The splits were not changed: the script uses its own DataParallel, device_weights, or "
+        "a device twice. To find the best split, use BalancedDataParallel without these."
     )

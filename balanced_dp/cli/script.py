@@ -62,7 +62,7 @@ def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:
         _join_threads()
         sys.argv, sys.path[:] = before
         sys.stdout.flush()
-        gc.collect()  # the script's modules and models refer to each other
+        gc.collect()  # reference cycles keep the script's modules and models alive
     return 0
 
 

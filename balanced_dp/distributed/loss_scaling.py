@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 # This import is needed although nothing here uses it. When torch.distributed.nn is imported, the
 # default arguments of its functions store the process group that exists at that time. Without this
-# import, the first optimizer would import the module, usually after init_process_group. Then
-# destroy_process_group would not end the threads of gloo, which can make the process abort at exit.
+# import, the first optimizer would import the module, usually after init_process_group. Then the
+# stored group would keep the threads of gloo running even after destroy_process_group, and the
+# process could abort at exit.
 import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
@@ -75,17 +76,16 @@ def scale_loss(
 
     ``DistributedDataParallel``, ``fully_shard``, accelerate and DeepSpeed average gradients over
     ranks with equal weights. With scaled losses, the averaged gradients are those of the mean loss
-    of the whole batch. With gradient accumulation, they are exact if ``total`` includes the counts
-    of all micro-batches: ``scale_loss(loss_i, count_i, total=count_all_ranks(sum(counts)))``. If
+    of the whole batch. With gradient accumulation, this holds if ``total`` includes the counts of
+    all micro-batches: ``scale_loss(loss_i, count_i, total=count_all_ranks(sum(counts)))``. If
     the framework divides the loss by the number of micro-batches, as accelerate and DeepSpeed do,
     multiply the scaled loss by this number.
 
     If ``count`` is 0, the scaled loss and its gradients are 0, even if ``loss`` is NaN. To make the
-    gradients 0, each inner node of the loss's autograd graph gets a hook. If all gradients that
-    reach the node in the backward pass are 0, the gradients that the node computes from them should
-    be 0, but may be NaN (0 / 0, for example). The hook replaces them with zeros. The nodes inside a
-    reentrant checkpoint get no hooks. So if 0 is divided by 0 inside such a checkpoint, gradients
-    are still NaN.
+    gradients 0, each inner node of the loss's autograd graph gets a hook. If a node receives only
+    zeros in the backward pass, the gradients that it computes should be 0, but may be NaN (0 / 0,
+    for example). Then the hook replaces the computed gradients with zeros. The nodes inside a
+    reentrant checkpoint get no hooks, so a 0 / 0 there still makes gradients NaN.
 
     Args:
         loss: this rank's mean over its ``count`` samples or tokens, a tensor of one element and
@@ -102,9 +102,9 @@ def scale_loss(
             ``total`` is a result of ``count_all_ranks``, the group given there is used instead.
 
     Raises:
-        ArgumentError: ``count`` is higher than ``total``. If ``total`` is None or a result of
-            ``count_all_ranks``, and NCCL is the group's only backend, this is not checked: the sum
-            is then on a device, and reading it would make the host wait.
+        ArgumentError: ``count`` is higher than ``total``. If NCCL is the group's only backend, a
+            sum that the ranks compute is not checked, because reading it from the GPU would make
+            the host wait.
         RuntimeError: a rank did not report its count within the group's timeout.
         ValueError: there is no process group.
 
@@ -123,7 +123,8 @@ def scale_loss(
         group, sum_of_counts = total.group, total.wait()
     else:
         sum_of_counts = torch.tensor(float(total), dtype=torch.float64, device="cpu")
-    if sum_of_counts.device.type == "cpu" and sum_of_counts < own:  # on a device, it would wait
+    # A sum on a GPU is not compared, because reading it would make the host wait.
+    if sum_of_counts.device.type == "cpu" and sum_of_counts < own:
         raise ArgumentError(
             f"count is {own:g}, but total is {float(sum_of_counts):g}; total must be the sum "
             "of the counts of all ranks and micro-batches, which count_all_ranks computes"
@@ -151,9 +152,9 @@ def _keep_zero_gradients(loss: Tensor) -> None:
 def _zeros_of_zeros(inputs: Any, outputs: Any) -> tuple[Tensor | None, ...] | None:
     """Return zeros to replace the gradients that a node has computed from zeros only.
 
-    These gradients may be NaN, since the backward of a node may compute 0 / 0 or 0 * inf. If the
-    node has received other gradients than zeros, which happens if another loss uses the node, too,
-    return None. Then the computed gradients do not change.
+    These gradients may be NaN, since the backward of a node may compute 0 / 0 or 0 * inf. If
+    another loss uses the node, too, the node may receive gradients other than zeros. Then return
+    None, which leaves the computed gradients as they are.
 
     Args:
         inputs: the gradients that the node has computed, with respect to its forward inputs.

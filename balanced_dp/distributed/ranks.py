@@ -34,14 +34,14 @@ def split_ranks(
     With ``rank0_bsz`` alone, rank 0 gets at most ``rank0_bsz`` samples, and the rest is divided
     evenly over the other ranks. With ``weights``, chunk sizes are in proportion to the weights.
     With ``capacities``, chunk sizes are in proportion to the memory that is left on each rank's
-    device after ``fixed_bytes``. If ``rank0_bsz`` is given together with ``weights`` or
-    ``capacities``, and rank 0 would get more than ``rank0_bsz`` samples, it gets ``rank0_bsz``, and
-    the rest is divided over the other ranks in proportion.
+    device after ``fixed_bytes``. Together with ``weights`` or ``capacities``, ``rank0_bsz`` is a
+    limit: if rank 0 would get more samples, it gets ``rank0_bsz``, and the rest is divided over the
+    other ranks in proportion.
 
     To find ``fixed_bytes``, measure the peaks of two chunk sizes with
     ``balanced_dp.tuning.step.measure_step`` on one emulated device, and extrapolate to 0 samples.
-    Add the bytes of what this measurement does not contain: the buckets of
-    ``DistributedDataParallel``, which are as large as the gradients, and the CUDA context.
+    Then add what the emulated device does not count: the buckets of ``DistributedDataParallel``,
+    which are as large as the gradients, and the CUDA context.
 
     Examples:
         >>> split_ranks(32, 4, rank0_bsz=2)
@@ -62,10 +62,9 @@ def split_ranks(
     Raises:
         ArgumentError: an argument is out of range, or ``weights`` are not numbers. The error is
             also raised if ``rank0_bsz``, ``weights`` and ``capacities`` are all missing, or if both
-            ``weights`` and ``capacities`` are given. Other reasons are that the number of weights
-            or capacities is not ``world_size``, that a device has no memory left after
-            ``fixed_bytes``, and that ``rank0_bsz`` leaves samples for the other ranks, but their
-            weights are all 0.
+            ``weights`` and ``capacities`` are given. Other reasons: the number of weights or
+            capacities is not ``world_size``. A device has no memory left after ``fixed_bytes``.
+            ``rank0_bsz`` leaves samples for the other ranks, but their weights are all 0.
         ArgumentTypeError: an argument other than ``weights`` is not an integer.
         ValueError: ``world_size``, ``weights`` and ``capacities`` are all missing, and there is no
             process group.
@@ -103,8 +102,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
     repeated samples. No samples are dropped, except with ``drop_last``. All ranks have the same
     number of batches.
 
-    A rank whose chunk of a batch is empty gets an empty list. A small last batch may have empty
-    chunks, too, so use ``EmptyBatches`` as the ``collate_fn`` of the ``DataLoader``.
+    A rank whose chunk of a batch is empty gets an empty list. Even if all ``chunk_sizes`` are above
+    0, a small last batch may have empty chunks. So use ``EmptyBatches`` as the ``collate_fn`` of
+    the ``DataLoader``.
 
     Examples:
         >>> samplers = [
@@ -171,8 +171,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"batch_size={batch_size}, got {found[0]} sizes with the sum {found[1]}"
             )
         self.epoch = 0
-        # The number of samples of the epoch before the first batch of the next pass, the same
-        # number for the current pass, and the number of batches that the current pass has yielded.
+        # A pass that resumes skips the first samples of its epoch. _next_start and _start are the
+        # numbers of samples that the next and the current pass skip. _num_yielded is the number of
+        # batches that the current pass has yielded.
         self._next_start = self._start = self._num_yielded = 0
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ def convert(
     device: torch.device | str | None = None,
     **ddp_arguments: Any,
 ) -> DistributedDataParallel:
-    """Wrap the module of ``model`` in ``DistributedDataParallel``.
+    """Return the module of ``model``, wrapped in ``DistributedDataParallel``.
 
     Every process must call this function, after ``init_process_group``. The module is moved in
     place to the device of this rank, so it keeps its parameters, buffers and hooks. Hooks of
@@ -38,16 +38,16 @@ def convert(
         model: the model to convert.
         device: the device of this rank. The default is the entry of ``model.devices`` whose index
             is torchrun's ``LOCAL_RANK``; without ``LOCAL_RANK``, the index is the global rank. If
-            all entries are the same device, this device is the default for any index, even for an
-            index beyond the end of the list. If ``model.device_ids`` is empty, as it is by default
-            on a machine without accelerators, the module stays on its device.
+            all entries are the same device, this device is the default on every rank. If
+            ``model.device_ids`` is empty, as it is by default on a machine without accelerators,
+            the module stays on its device.
         **ddp_arguments: arguments of ``DistributedDataParallel``. Two of them have other defaults
             than in torch: ``gradient_as_bucket_view=True``, which avoids a copy of the gradients,
             and, on an accelerator, ``device_ids=[device]``, which moves inputs to the device.
 
     Raises:
-        ArgumentError: ``device`` is None, ``model.devices`` contains different devices, and the
-            local rank (or, without ``LOCAL_RANK``, the global rank) is not an index of this list.
+        ArgumentError: ``device`` is None and has no default: ``model.devices`` has no entry for
+            this rank, and its entries are not all the same device.
         ValueError, RuntimeError: raised by ``DistributedDataParallel``, for example if there is no
             process group or no parameter requires a gradient.
     """

@@ -59,9 +59,8 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
     The wrapper translates the keyword argument ``device`` with ``to_emulated``. If ``position`` is
     given, it translates the positional argument at this position, too. The wrapper drops the
-    keyword argument ``pin_memory``. A factory, such as ``torch.empty``, may be called without
-    ``device``. Then the wrapper passes the result of ``_default_device`` as ``device``, unless this
-    result is None.
+    keyword argument ``pin_memory``. If a factory, such as ``torch.empty``, is called without
+    ``device``, the wrapper passes the result of ``_default_device``, unless this result is None.
     """
     is_factory = function in default_device._device_constructors()
 
@@ -82,9 +81,9 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 def _default_device() -> str | None:
     """Return the emulated device on which factories create tensors, or None for torch's default.
 
-    The script sets the device by ``torch.set_default_tensor_type``. The result is None if no
-    ``emulate_devices`` context is open, if the script has not set the device, or if the script has
-    set torch's own default device, for example by ``torch.set_default_device``.
+    The script sets the emulated device by ``torch.set_default_tensor_type``. If the script also
+    sets torch's default, for example by ``torch.set_default_device``, torch's default takes
+    precedence. If no ``emulate_devices`` context is open, the result is None.
     """
     if not has_machine() or not current_machine().default_device:
         return None
@@ -139,7 +138,7 @@ def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **
 
 def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     if dtype is None:
-        # Torch has no name for sparse tensors on DEVICE_TYPE.
+        # Torch has no type name for sparse "lazy" tensors, so get the name from a CPU tensor.
         alike = torch.empty(0, dtype=self.dtype, layout=self.layout, device="cpu")
         name: str = torch._C.TensorBase.type(alike)
         return name.replace("torch.", f"torch.{CUDA}.", 1) if self.is_cuda else name
@@ -366,7 +365,7 @@ def _without_hardware(machine: Machine) -> Patches:
         # A scaler skips the step if a gradient is not finite, and symbolic gradients have shapes
         # but no values.
         torch.amp.GradScaler: {"_enabled": never} if machine.symbolic else {},
-        # Otherwise each operator prints that it failed to record an event.
+        # With the device "cuda", each operator would print that it failed to record an event.
         torch.profiler.profiler._KinetoProfile: {"use_device": never},
         # Scripts parse this version, which is None in a build without CUDA. A build with CUDA keeps
         # its version, because torchvision compares the version with that of its own build.

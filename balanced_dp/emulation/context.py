@@ -66,21 +66,22 @@ class EmulatedDevices(list[torch.device]):
     def memory_breakdown(self, device: torch.device | str | int) -> MemoryBreakdown:
         """Return the bytes allocated on ``device`` for each use of memory, now and at the peak.
 
-        The uses are parameter, buffer, gradient, optimizer state, input, activation, gathered
-        output and other. Inputs are tensors that were copied from the CPU, and results of operators
-        that were copied from device 0. Gathered outputs are results that were copied from another
-        device. Gradients are the gradients of leaf tensors.
-        All other results of operators count as activations, whether they are computed in the
-        forward pass, in the loss or in the backward pass. Tensors that ``torch.zeros`` and similar
-        functions create, and temporary tensors of an optimizer's ``step``, count as "other".
+        The uses are:
 
-        A tensor counts as a parameter if it is an ``nn.Parameter`` and an operator has used it, or
-        if it is a copy of an ``nn.Parameter`` on another device.
-
-        A tensor counts as a buffer if it is a buffer of a module that was moved to the device. A
-        gradient of a leaf tensor may count as an activation until the backward pass has accumulated
-        it in ``grad``. A tensor of an optimizer's state counts as optimizer state as soon as a
-        ``step`` of the optimizer has ended.
+        - "parameter": each ``nn.Parameter`` that an operator has used, and copies of parameters on
+          other devices.
+        - "buffer": the buffers of a module that was moved to the device.
+        - "gradient": the gradients of leaf tensors. A gradient may count as an activation until the
+          backward pass has accumulated it in ``grad``.
+        - "optimizer state": the tensors of an optimizer's state, once a ``step`` of the optimizer
+          has ended.
+        - "input": tensors that were copied from the CPU, and activations that were copied from
+          device 0.
+        - "gathered output": activations that were copied from a device other than device 0.
+        - "activation": all other results of operators, whether they are computed in the forward
+          pass, in the loss or in the backward pass. Copies in the backward pass count, too.
+        - "other": tensors that ``torch.zeros`` and similar functions create, and temporary tensors
+          of an optimizer's ``step``.
 
         Raises:
             EmulationError: ``device`` does not exist.

@@ -160,7 +160,7 @@ def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
     is true, a floating-point or complex ``elem`` without values is replaced by a tensor of NaN.
 
     Raises:
-        SymbolicValueError: ``elem`` has no values, and no tensor of NaN is returned.
+        SymbolicValueError: ``elem`` has no values and is not replaced.
     """
     if machine.reads_unknown_as_nan and not is_known(elem) and is_unknown_dtype(elem.dtype):
         return torch.full(elem.shape, math.nan, dtype=elem.dtype, device=CPU)
@@ -171,15 +171,16 @@ def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
 def _copy_label(source: EmulatedTensor, index: int, machine: Machine) -> Label:
     """Return the label (what the memory is used for) of a copy of ``source`` on device ``index``.
 
-    - If the running operator makes gradients of leaf tensors, the copy is labelled as a gradient.
-      If the label of ``source`` is provisional ("activation" or "other"), ``source`` is labelled as
-      a gradient, too.
-    - Otherwise, a copy on the same device gets the label of the running operator's results, for
+    The first of these cases that applies decides the label:
+
+    - The running operator makes gradients of leaf tensors: "gradient". If the label of ``source``
+      is provisional ("activation" or "other"), ``source`` gets the label "gradient", too.
+    - The copy is on the device of ``source``: the label of the running operator's results, for
       example "activation".
-    - Otherwise, a copy on another device keeps the label of ``source``, unless this label is
-      provisional. If it is provisional, then during a backward pass, the copy gets the label of the
-      running operator's results. At other times, a copy from device 0, which scatters inputs, is
-      labelled as an input, and a copy from another device as a gathered output.
+    - The label of ``source`` is not provisional, for example "parameter": the same label.
+    - A backward pass is running: the label of the running operator's results.
+    - ``source`` is on device 0, which scatters inputs: "input".
+    - ``source`` is on any other device: "gathered output".
     """
     label = label_of_results(machine)
     if label is Label.GRADIENT:
@@ -202,8 +203,8 @@ def _add(self: Any, other: Any, **kwargs: Any) -> Any:
     On CUDA, autograd's engine adds gradients in place unless other tensors share their memory. Here
     the engine adds gradients out of place, because they are instances of a tensor subclass. So for
     a moment, the sum exists together with the gradients that were added. If the engine would add in
-    place on CUDA, the sum counts toward the peak only from the next call of a method of the
-    device's ``DeviceLedger``. By then, the engine has usually freed the gradients.
+    place on CUDA, the sum does not count toward the peak at once, but when the ``DeviceLedger`` of
+    the device is used next. By then, the engine has usually freed the gradients.
     """
     thread = current_machine().thread
     thread.is_adding_gradients = (
@@ -243,8 +244,8 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     if train is False or p == 0 or not is_known(elem):
         return operator(wrapped.func)(input, p, train)
     generator = wrapped.machine.generators[wrapped.index]
-    # Each draw of 64 bits gives four numbers, so p is rounded to a multiple of 2**-16. With rand,
-    # the mask would take three times as long, and with bernoulli_, five times.
+    # Each draw of 64 bits gives four numbers of 16 bits, so p is rounded to a multiple of 2**-16.
+    # With rand, the mask would take three times as long, and with bernoulli_, five times.
     draws = torch.empty((elem.numel() + 3) // 4, dtype=torch.int64, device=CPU)
     numbers = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: elem.numel()]
     mask = numbers.view(elem.shape) >= min(round(p * 2**16), 2**16 - 1) - 2**15
@@ -261,7 +262,7 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
-    """Compute the CTC loss, with the lengths of the sequences as lists and not as tensors.
+    """Compute the CTC loss, after converting the lengths of the sequences to lists.
 
     Torch's operator converts the lengths itself if they are plain tensors, but not if they are
     instances of a tensor subclass.
@@ -272,23 +273,23 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
 
 
 # On most backends, torch computes a linear layer with up to five operators, and its gradients with
-# up to ten. Here the layer is one operator, and its gradients are another one. They take as much
-# memory. But each operator goes through Python, and with torch's operators, a training step of BERT
-# took a tenth longer.
+# up to ten. Here, one operator computes the layer, and another one its gradients, with the same
+# memory. This is faster, because each operator goes through Python: with torch's operators, a
+# training step of BERT took a tenth longer.
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradNestedTensor)
 """The dispatch key under which torch has an autograd kernel for ``linear`` as one operator."""
 
 
 def _linear(keys: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    # As one operator, linear saves its input and its weight. Torch's operators save only one of
-    # them if the other requires no gradient, and a copy of the input if it is not contiguous.
+    # As one operator, linear saves its input and its weight for the backward pass. Torch's several
+    # operators save the same only if both require gradients and the input is contiguous.
     saves_both = input.requires_grad and weight.requires_grad and input.is_contiguous()
     has_rows = weight.dim() == 2 and weight.numel() and (bias is None or bias.dim() == 1)
-    # Selective checkpointing and other dispatch modes know torch's operators. The kernel of linear
-    # has no forward-mode AD.
+    # Dispatch modes, such as that of selective checkpointing, expect torch's several operators.
+    # Forward-mode AD needs them, too, because the kernel of linear does not support it.
     is_seen = torch._C._len_torch_dispatch_stack() or torch.autograd.forward_ad._current_level >= 0
-    # _linear_backward does not conjugate complex numbers.
+    # Complex inputs need torch's operators, because _linear_backward does not conjugate.
     if saves_both and has_rows and not is_seen and input.is_floating_point():
         return aten.linear.default.redispatch(keys | _AUTOGRAD, input, weight, bias)
     return aten.linear.default.decompose(input, weight, bias)
@@ -296,8 +297,9 @@ def _linear(keys: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 def _linear_backward(input: Tensor, grad: Tensor, weight: Tensor, mask: list[bool]) -> Any:
     if not grad.is_contiguous():
-        # Torch's operators copy grad and free the original. Here autograd holds the original until
-        # this function returns. So a copy is counted and freed before the gradients exist.
+        # Torch's operators copy grad, free the original, and then compute the gradients. Here
+        # autograd holds the original until this function returns. So this copy only serves to count
+        # the moment in which both exist, and is freed at once.
         grad.reshape(-1, grad.size(-1))
     wrapped = Wrapped(aten.linear_backward.default)
     x, g, w = wrapped.unwrap((input, grad, weight))

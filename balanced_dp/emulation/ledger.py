@@ -1,9 +1,9 @@
 """Bookkeeping of the memory of each emulated device, to the byte. This file does not use torch.
 
 A ``DeviceLedger`` records the memory of one device. It has one ``Block`` for each storage on the
-device. Each storage refers to an ``Allocation``, an object that frees the block when it is
-deallocated. Nothing else refers to the allocation, so it is deallocated together with the storage.
-Python's reference counting is enough for this, so memory is freed without the garbage collector.
+device. Each storage holds the only reference to an ``Allocation``, so both are deallocated
+together. When the ``Allocation`` is deallocated, it frees the block. Python's reference counting is
+enough for this, so memory is freed without the garbage collector.
 
 Each block has a label, which says what the memory is used for. The label may change while the block
 is allocated: for example, a tensor becomes a gradient only after it was computed. So the bytes for
@@ -63,14 +63,14 @@ class Block:
 class MemoryBreakdown:
     """The bytes allocated on one device, for each use of memory, such as "activation".
 
-    The attributes are dictionaries from all uses of memory to bytes.
+    Each attribute is a dictionary such as ``{"parameter": 4096, ...}``, with all uses as keys.
 
     Attributes:
         now: the bytes allocated now, for each use. Their sum is what ``memory_allocated`` returns.
         peak: the bytes that were allocated for each use when the peak of memory was reached. Their
-            sum is what ``torch.get_device_module("lazy").max_memory_allocated`` returns. A script
-            that calls ``torch.cuda.reset_peak_memory_stats`` does not reset this peak, but only the
-            peak that ``torch.cuda.max_memory_allocated`` returns.
+            sum is what ``torch.get_device_module("lazy").max_memory_allocated`` returns. Calling
+            ``torch.cuda.reset_peak_memory_stats`` does not reset this peak, because ``torch.cuda``
+            reports a peak of its own.
     """
 
     now: dict[str, int]
@@ -117,19 +117,19 @@ class DeviceLedger:
         """The sum of the sizes of all blocks ever allocated, including blocks that were freed."""
 
     def allocate(self, num_bytes: int, label: Label, marks_peak: bool = True) -> Allocation:
-        """Allocate a block of ``num_bytes``, rounded up as on CUDA.
+        """Allocate a block of ``num_bytes``, rounded up as on CUDA; return its ``Allocation``.
 
         Args:
             num_bytes: the size of the block before rounding.
             label: what the memory is used for.
             marks_peak: if true, the block counts toward the peak immediately, and an exception is
                 raised if the block does not fit. If false, the block may exceed the limit, and it
-                counts toward the peak from the next call of a method of this ledger, unless it is
-                freed before that call.
+                counts toward the peak only if it still exists when a method of this ledger is
+                called next.
 
         Raises:
-            Exception: ``marks_peak`` is true and the block does not fit. ``out_of_memory`` returns
-                the exception.
+            Exception: the result of ``out_of_memory``, if ``marks_peak`` is true and the block does
+                not fit.
         """
         size = round_up(num_bytes)
         with self._lock:
@@ -188,8 +188,8 @@ class DeviceLedger:
     def statistics(self, peak_bytes: int) -> dict[str, int]:
         """Return the bytes allocated now, at the peak and in total, and the bytes freed.
 
-        The keys are "current", "peak", "allocated" and "freed", with which the keys of
-        ``torch.cuda.memory_stats`` end (for example, "allocated_bytes.all.current").
+        The keys are "current", "peak", "allocated" and "freed". They are the endings of keys of
+        ``torch.cuda.memory_stats``, such as "allocated_bytes.all.current".
 
         Args:
             peak_bytes: the value for "peak". The caller chooses one of the two peaks, the attribute

@@ -24,18 +24,18 @@ from .ledger import Allocation, DeviceLedger, Label, round_up
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
 
-The type "lazy" has a dispatch key of its own and allows any device index. Like the backward nodes
-of CPU tensors, those of "lazy" tensors run in the thread that called ``backward``, so autograd
-needs no thread for each device. Two other types would not work. Without an extension in C++, the
-type PrivateUse1 can only have the index 0. With the type "cuda", the backward pass aborts the
-process if there is no GPU.
+The type "lazy" has a dispatch key of its own and allows any device index. Backward nodes of "lazy"
+tensors run in the thread that called ``backward``, as on the CPU, so autograd needs no thread for
+each device. Two other types would not work. Without an extension in C++, the type PrivateUse1 can
+only have the index 0. With the type "cuda", the backward pass aborts the process if there is no
+GPU.
 """
 
 MAX_DEVICES = 128
 """The largest number of emulated devices: torch stores a device index as a signed 8-bit integer."""
 
 DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
-"""The device of each emulated tensor, by index, as torch knows it: its type is ``DEVICE_TYPE``."""
+"""The devices that emulated tensors have inside torch: ``DEVICES[1]`` is "lazy:1", for example."""
 
 Patches = dict[Any, dict[str, Any]]
 """For each patched module or class, the names of the replaced attributes and their new values.
@@ -138,8 +138,8 @@ class Machine:
         Args:
             index: the index of the device.
             storage: the storage. Its attribute ``_allocation`` is set to the new ``Allocation``.
-            label: what the memory is used for. If the storage already has memory, it keeps its
-                label, even if it gets memory of another size.
+            label: what the memory is used for. A storage that already has memory keeps its label,
+                even if the size of the memory changes.
 
         Raises:
             torch.OutOfMemoryError: the storage does not fit on the device.
@@ -173,6 +173,7 @@ def label_of_results(machine: Machine) -> Label:
 
     During a backward pass, the label is "gradient" if all results of the running autograd node are
     gradients of leaf tensors, or if this node adds a gradient to the ``grad`` of a leaf tensor.
+    Otherwise, the label is "other" in an optimizer's ``step``, and "activation" elsewhere.
     """
     if is_in_backward():
         kinds = {*_targets()} - {"NoneType"}
@@ -185,9 +186,9 @@ def leaf_gradients(results: list[Any]) -> list[Any]:
     """Return those of an operator's results that are gradients of leaf tensors.
 
     An autograd node often computes all its results with one operator, as the node of a convolution
-    does. An operator with as many results as the running node is taken for such an operator, unless
-    gradients are enabled: then checkpointing computes a forward pass again, or the backward pass
-    is differentiated, too.
+    does. So if the operator has as many results as the running node, its results are taken for
+    those of the node. If gradients are enabled, the returned list is empty, because the operator
+    may then belong to a forward pass that checkpointing computes again.
     """
     targets = [] if torch.is_grad_enabled() or not is_in_backward() else _targets()
     if len(targets) != len(results):
@@ -209,11 +210,12 @@ _LEAF_NODES = {"AccumulateGrad", "ReceiveBackward"}
 
 
 def _targets() -> list[str]:
-    """Return, for each result of the running autograd node, the type of the node that takes it.
+    """Return the type names of the nodes that take the results of the running autograd node.
 
-    The type is "NoneType" if no node takes the result. For a node without results, such as
-    ``AccumulateGrad``, the list holds the type of the node itself. While autograd adds gradients
-    between two nodes, it holds "NoneType". Call this function only during a backward pass.
+    If no node takes a result, the name for this result is "NoneType". If the running node has no
+    results, as ``AccumulateGrad``, the list holds only the name of the running node. If no node is
+    running, because autograd is adding gradients between two nodes, the list is ``["NoneType"]``.
+    Call this function only during a backward pass.
     """
     with looking_at_nodes:
         node: Any = torch._C._current_autograd_node()

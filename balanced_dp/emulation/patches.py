@@ -48,7 +48,7 @@ def patched(machine: Machine) -> Iterator[None]:
             all_patches += patches_of_names(machine)
             stack.callback(torch.set_default_device, default_device.CURRENT_DEVICE)
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        builtins = torch.jit._builtins._get_builtin_table()  # TorchScript finds them by id()
+        builtins = torch.jit._builtins._get_builtin_table()  # TorchScript finds builtins by id()
         stack.enter_context(mock.patch.dict(builtins))
         for patches in all_patches:
             for target, attributes in patches.items():
@@ -146,9 +146,9 @@ def _no_files() -> Patches:
     """Return patches by which ``torch.save`` and safetensors write no files, but warn.
 
     The patches are for symbolic mode, in which tensors have shapes but no values. Without these
-    patches, saving a tensor that has no values would fail after the file has been emptied. If
-    ``torch.save`` gets a file object and not a path, it is not changed: it saves tensors that have
-    values, and raises ``SymbolicValueError`` for the others.
+    patches, saving a tensor that has no values would fail after the file has been emptied. With a
+    file object instead of a path, ``torch.save`` does the same as without these patches: it saves
+    tensors that have values, and raises ``SymbolicValueError`` for the others.
     """
     save = torch.save
 

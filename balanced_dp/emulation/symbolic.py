@@ -46,7 +46,7 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
 
 
 class UnknownStorage(torch.UntypedStorage):
-    """A storage that has no data but reports a unique address, which safetensors reads."""
+    """A storage without data. By its unique address, safetensors finds tensors that share it."""
 
     def data_ptr(self) -> int:
         """Return a number that stands for the address; no other storage has the same number."""
@@ -64,8 +64,9 @@ class SymbolicOperator:
     Torch computes many shapes in Python, which is slow, and the same shapes occur again in other
     layers of the model and in later training steps. So for most operators, the shapes are computed
     once for each combination of tensor layouts (sizes, strides and dtypes) and other arguments.
-    Later calls with an equal combination only create outputs with the same layouts. For other
-    operators, such as those that return a view of an argument, each call computes the shapes.
+    Later calls with an equal combination only create outputs with the layouts of the first call's
+    outputs. For other operators, such as those that return a view of an argument, each call
+    computes the shapes.
     """
 
     __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")
@@ -133,7 +134,8 @@ class SymbolicOperator:
 def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return ``indices`` with each mask replaced by the integer indices of its true elements.
 
-    When a tensor is indexed with a mask, the number of true elements decides the result's shape.
+    The number of true elements decides the shape of the result of indexing, so the values of a mask
+    must be known.
 
     Raises:
         SymbolicValueError: the values of a mask are not known.

@@ -6,8 +6,8 @@ tensors are on one device, runs the operator on the wrapped CPU tensors, and rec
 the results in the ledger of the device.
 
 In symbolic mode, floating-point and complex tensors have shapes but no values. A tensor of another
-dtype has no values, either, if computing it would need such values. An emulated tensor without
-values wraps a tensor on torch's ``meta`` device and not on the CPU.
+dtype has no values, either, if it is computed from missing values, as the mask ``x > 0`` is. An
+emulated tensor without values wraps a tensor on torch's ``meta`` device and not on the CPU.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
     # Autograd decomposes composite operators into others. Inference mode skips autograd, so in that
-    # mode composite operators arrive here.
+    # mode composite operators arrive here, and are decomposed here.
     return HANDLERS.get(func) or (func.decompose if is_composite else operator(func))
 
 
@@ -251,8 +251,8 @@ def _emulated_subclass(cls: Any) -> Any:
         return cls
 
     def torch_function(both: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The method of cls, not that of ``both`` (created below), gives results the class cls,
-        # because a result may be on the CPU. For an emulated result, this method calls
+        # A result on the CPU must get the class cls, and not the class ``both`` (created below). So
+        # call the method of cls. For an emulated result, the method of cls calls
         # EmulatedTensor.as_subclass, which gives the result the class ``both``.
         known = [cls if kind is both else kind for kind in types]
         return cls.__torch_function__(func, known, args, kwargs)
@@ -406,8 +406,8 @@ def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     """Return the CPU or meta tensor that ``tensor`` wraps.
 
-    As a side effect, if ``tensor`` is an ``nn.Parameter``, its memory is labelled as a parameter,
-    unless it is already labelled as a buffer, as a gradient or as optimizer state.
+    As a side effect, the memory of an ``nn.Parameter`` is labelled as a parameter. The labels
+    buffer, gradient and optimizer state are not replaced.
 
     Raises:
         EmulationError: the ``emulate_devices`` context in which ``tensor`` was created has ended.
@@ -444,12 +444,12 @@ def _refused_cpu_dims(argument: torch.Argument) -> float | None:
     """Return the smallest number of dimensions with which a CPU tensor is refused as ``argument``.
 
     ``argument`` belongs to the schema of an operator on emulated tensors. The result is usually 1:
-    as on CUDA, a 0-dimensional CPU tensor is accepted as a number. The result is 0, so that all CPU
-    tensors are refused, if ``argument`` is a list or is written to. It is infinite if no CPU tensor
-    is refused, and None if ``argument`` takes no tensors.
+    as on CUDA, a 0-dimensional CPU tensor is accepted as a number. If ``argument`` is a list or is
+    written to, the result is 0: all CPU tensors are refused. If CPU tensors of any dimension are
+    accepted, the result is infinity. If ``argument`` takes no tensors, the result is None.
     """
     if "Tensor" not in str(argument.type):
         return None
     if argument.name == "batch_sizes" or str(argument.type) == "List[Optional[Tensor]]":
-        return math.inf  # the host reads lengths of packed sequences, and copies indices
+        return math.inf  # as on CUDA, batch_sizes are on the CPU, and indices may be
     return 0 if is_written(argument) or isinstance(argument.type, torch.ListType) else 1

@@ -31,18 +31,18 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
 
     ``BalancedDataParallel`` takes the place of ``nn.DataParallel`` and of the function
     ``nn.parallel.data_parallel``. ``BalancedTrainer`` takes the place of the ``Trainer`` of
-    transformers. The name ``nn.DataParallel`` then refers to a subclass of ``BalancedDataParallel``
-    that takes the arguments of ``nn.DataParallel``, and ``isinstance(model, nn.DataParallel)`` is
-    still true. If a script subclasses ``nn.DataParallel``
-    and overrides a method such as ``forward`` or ``scatter``, the subclass is derived from torch's
-    class, not from the replacement. ``Trainer`` is replaced if its first import is inside the
-    block, and it stays replaced after the block.
+    transformers. Inside the block, ``nn.DataParallel`` is a subclass of ``BalancedDataParallel``
+    that takes the arguments of torch's class, and ``isinstance(model, nn.DataParallel)`` is true
+    for models of torch's class, too. If a script defines a subclass of ``nn.DataParallel`` that
+    overrides a method such as ``forward`` or ``scatter``, the subclass is derived from torch's
+    class, for which the method was written. ``Trainer`` is replaced if its first import is inside
+    the block, and it stays replaced after the block.
 
     Args:
-        loop: each ``BalancedDataParallel`` that is created in the block, also by the script itself,
-            is passed to ``loop.adopt``. If it has the devices of ``loop``, then ``loop`` splits its
-            batches. Instances with ``device_weights`` are not passed, and split their batches
-            themselves.
+        loop: the object that splits the batches and measures the script. Each
+            ``BalancedDataParallel`` that is created in the block, also by the script itself, is
+            passed to ``loop.adopt``. Instances with ``device_weights`` are not passed, and split
+            their batches themselves.
 
     Yields:
         A list of the places at which the script wraps a model. When the script wraps a model at a
@@ -103,14 +103,14 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 
 
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
-    """Return the import spec of ``transformers.trainer``, changed so that trainers are balanced.
+    """Return a spec of ``transformers.trainer`` that derives trainers from ``BalancedTrainer``.
 
     For any other module, return None. This function is the ``find_spec`` of a finder in
-    ``sys.meta_path``. An import with the changed spec executes the module, and then replaces
+    ``sys.meta_path``. An import with this spec executes the module, and then replaces
     ``Trainer.__new__``. Let C be ``Trainer`` or a subclass. If the script calls C, the new method
     returns an instance of a new class, which has the name of C and the bases ``BalancedTrainer``
-    and C. The report of ``balanced-dp run`` suggests a class with these bases. But if the script
-    itself uses ``BalancedTrainer`` or a subclass, its trainers stay as they are.
+    and C. But if C is already ``BalancedTrainer`` or a subclass of it, the method returns an
+    instance of C.
     """
     spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
     if spec is None:

@@ -87,10 +87,10 @@ class BalancedTrainer(Trainer):
     the number of devices. At most ``gpu0_bsz`` of the samples are on the first device. Loss and
     gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``. In
     training, and in an evaluation that needs only the loss, only the loss of each device is
-    gathered. The other outputs are gathered, too, if a subclass overrides ``compute_loss`` (or, in
-    an evaluation, ``prediction_step``), or if ``Trainer`` computes the loss from these outputs, as
-    it does with a ``compute_loss_func`` or a ``label_smoothing_factor``. If the Trainer uses the
-    mixed precision ``"bf16"`` or ``"fp16"``, the replicas run under autocast.
+    gathered. In two cases, the other outputs are gathered, too: a subclass overrides
+    ``compute_loss`` (or, in an evaluation, ``prediction_step``), or ``Trainer`` computes the loss
+    from the outputs, with a ``compute_loss_func`` or a ``label_smoothing_factor``. If the Trainer
+    uses the mixed precision ``"bf16"`` or ``"fp16"``, the replicas run under autocast.
 
     For a subclass ``MyTrainer`` of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer,
     MyTrainer)``. ``MyBalancedTrainer`` takes the arguments of both of its bases.
@@ -113,14 +113,13 @@ class BalancedTrainer(Trainer):
 
     Attributes:
         parallel_model: the ``BalancedDataParallel`` that wraps the model. It is None before
-            ``Trainer`` first wraps its model. It stays None in the cases described above, in which
-            the class behaves as ``Trainer``.
+            ``Trainer`` first wraps its model, and always None if the class behaves as ``Trainer``.
 
     Raises:
         ArgumentError, ArgumentTypeError: ``device_ids`` or an argument of ``BalancedDataParallel``
             is invalid, or ``device_ids`` is given in a distributed launch or with a ``device_map``.
-            Arguments of ``BalancedDataParallel`` other than ``device_ids`` are not checked before
-            ``Trainer`` first wraps its model, for example when training begins.
+            The other arguments of ``BalancedDataParallel`` are checked when ``Trainer`` first wraps
+            its model, for example when training begins.
     """
 
     model: Any
@@ -180,7 +179,7 @@ class BalancedTrainer(Trainer):
         self.parallel_model.autocast_dtype = AUTOCAST_DTYPES.get(self.accelerator.mixed_precision)
         return self.parallel_model
 
-    def compute_loss(  # type: ignore[override]  # Trainer's names each argument
+    def compute_loss(  # type: ignore[override]  # Trainer's method names each argument
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         """Return the loss of the whole batch, as ``Trainer.compute_loss`` does."""
@@ -188,7 +187,7 @@ class BalancedTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``Trainer.evaluation_loop``, and copy the weights to the devices once per loop."""
+        """Run ``Trainer.evaluation_loop``, with weights copied to the devices only once."""
         model = self._wrap_model(self.model, training=False)
         shared = model.shared_weights() if isinstance(model, _TrainerParallel) else nullcontext()
         loss_only = bool(kwargs.get("prediction_loss_only"))

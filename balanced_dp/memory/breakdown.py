@@ -29,11 +29,11 @@ def memory_breakdown(
 
     On emulated devices, the bytes are exact. On other devices, they are estimates: ``parameter``,
     ``buffer``, ``gradient`` and ``optimizer state`` count the tensors that exist when this function
-    is called, not those that existed at the peak. The copies of parameters and buffers, which each
-    device holds during a call of the model, are included. ``rest`` is what is left of the peak:
-    activations, gathered outputs, the loss. So call this function after the second training step or
-    a later one, and before ``zero_grad`` frees the gradients. At the peak of the first step, most
-    optimizers have no state yet.
+    is called, not those that existed at the peak. So call this function before ``zero_grad`` frees
+    the gradients. Call it after the second training step or a later one, because at the peak of the
+    first step, most optimizers have no state yet. ``parameter`` and ``buffer`` include the copies
+    that each device holds during a call of the model. ``rest`` is the remainder of the peak:
+    activations, gathered outputs, the loss.
 
     Args:
         model: a ``BalancedDataParallel``, or any other module. The devices of any other module are

@@ -103,13 +103,13 @@ def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
     """Return the NVML board of a CUDA device, or None if it cannot be identified.
 
     A board is a GPU or a MIG slice. If exactly one board has the UUID of the device, this board
-    is returned. If not, but exactly one board has the PCI bus id of the device, that board is
-    returned. Otherwise, the result is None.
+    is returned. Otherwise, the PCI bus ids are compared in the same way.
 
-    CUDA and NVML number devices differently. CUDA numbers devices in the order in which
-    ``CUDA_VISIBLE_DEVICES`` lists them. If this variable is unset, the fastest device comes first,
-    unless ``CUDA_DEVICE_ORDER`` is ``PCI_BUS_ID``. NVML numbers all GPUs, in the order of their PCI
-    bus ids. All MIG slices of a GPU have its PCI bus id, so this id alone may not identify a board.
+    The index of a device cannot identify its board, because CUDA and NVML number devices
+    differently. CUDA numbers devices in the order in which ``CUDA_VISIBLE_DEVICES`` lists them. If
+    this variable is unset, the fastest device comes first, unless ``CUDA_DEVICE_ORDER`` is
+    ``PCI_BUS_ID``. NVML numbers all GPUs, in the order of their PCI bus ids. All MIG slices of a
+    GPU have the GPU's PCI bus id, so this id alone may not identify a board.
 
     Args:
         properties: the result of ``torch.cuda.get_device_properties``.

@@ -51,7 +51,7 @@ def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int
 def advising(
     devices: Sequence[torch.device], chunk_sizes: Sequence[int], remedy: Callable[[int], str]
 ) -> Iterator[None]:
-    """Add each device's chunk size and a remedy to an out-of-memory error of a ``with`` block.
+    """Context manager that adds chunk sizes and a remedy to an out-of-memory error of its block.
 
     Args:
         devices: the devices over which the batch is split.

@@ -29,9 +29,9 @@ class MemoryProbe:
     is asked.
 
     Args:
-        devices: devices as ints, strings or ``torch.device``. None means all devices. Inside
-            ``emulate_devices``, these are the emulated devices. Elsewhere, these are torch's
-            accelerators, and the GPUs that NVML lists but torch does not see.
+        devices: devices as ints, strings or ``torch.device``. None means all devices: the emulated
+            devices inside ``emulate_devices``, and elsewhere torch's accelerators and the GPUs that
+            NVML lists but torch does not see.
 
     Attributes:
         devices: the devices that torch sees, as a list of ``torch.device`` without duplicates. GPUs
@@ -83,8 +83,8 @@ class MemoryProbe:
     def snapshot(self) -> tuple[DeviceMemory, ...]:
         """Return the current memory of each device, without synchronizing the devices.
 
-        If the argument ``devices`` was None, the GPUs that NVML lists but torch does not see come
-        last.
+        If the probe was created without ``devices``, the GPUs that NVML lists but torch does not
+        see come last.
         """
         return (
             *map(self._snapshot_device, self.devices),

@@ -18,7 +18,7 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
         size: an integer in bytes, or text such as ``"11GiB"``, ``"512 MiB"``, ``"1.5g"`` or
             ``"4096"`` (bytes). Units are binary, as the sizes of GPUs are: ``"11G"``, ``"11GB"``
             and ``"11GiB"`` are all 11 * 1024**3 bytes.
-        argument: what error messages call ``size``, such as ``--memory``.
+        argument: the name of the argument in error messages, such as ``--memory``.
 
     Raises:
         ArgumentError: ``size`` cannot be parsed, or is text such as ``"11"``: a number below 1024
@@ -51,7 +51,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the largest binary unit that ``largest`` reaches: its number of bytes and its name.
+    """Return the number of bytes and the name of the largest binary unit that ``largest`` reaches.
 
     For example, ``byte_scale(3000)`` is ``(1024, "KiB")``. If ``largest`` is below 1024, the unit
     is the byte.

@@ -24,9 +24,9 @@ from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
 _LARGE = 2**20
-"""The batch size whose split shows whether device 0's share of a batch has changed.
+"""A batch size, used to compare splits: if its split has changed, device 0's share has changed.
 
-The batch is so large that rounding hardly changes the share.
+In so large a batch, rounding hardly changes the share.
 """
 
 STATE_KEY = "auto_split"
@@ -43,9 +43,9 @@ class SplitPolicy:
             these numbers.
 
     Raises:
-        ArgumentError: ``gpu0_bsz`` is negative, or ``device_weights`` are not one finite number of
-            at least 0 for each device, or are all 0.
-        ArgumentTypeError: ``gpu0_bsz`` is not an integer.
+        ArgumentError: ``gpu0_bsz`` is negative, or ``device_weights`` are invalid. They must be one
+            finite number of at least 0 for each device, and not all 0.
+        ArgumentTypeError: ``gpu0_bsz`` is neither an integer nor None.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SplitPolicy:
         Warns:
             BalanceWarning: ``gpu0_bsz`` is at or above the even share (batch size / number of
                 devices, rounded up), so that it has no effect. Only the first batch with more than
-                one sample is checked, and no batch if ``device_weights`` are given.
+                one sample is checked. With ``device_weights``, no batch is checked.
         """
         chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
         has_no_effect = batch_size > 1 and even <= (self.gpu0_bsz or 0)
@@ -112,9 +112,9 @@ def smallest_chunk(module: nn.Module) -> int:
     """Return the smallest number of samples that a replica of ``module`` can train on.
 
     This number is 2 if a batch norm of ``module`` computes its statistics from the replica's
-    samples, and 1 otherwise. With a single sample, a batch norm raises an error if each channel has
-    only one value. If the sample is an image, there may be no error, but the statistics of one
-    image are not those of a batch.
+    samples, and 1 otherwise. For a single sample with one value in each channel, a batch norm
+    raises an error. For a single image, there may be no error, but the statistics of one image are
+    not those of a batch.
     """
     norms = (child for child in module.modules() if isinstance(child, _BatchNorm))
     return 1 + any(norm.training or norm.running_mean is None for norm in norms)
@@ -136,7 +136,7 @@ class AutoSplit:
     the optimizer's state, and the first iteration after each change of the split.
 
     Attributes:
-        search: the search for the best ``gpu0_bsz``.
+        search: the ``LoopSearch`` that chooses the splits.
         batch_size: the number of samples in the largest training batch so far. It is 0 before the
             first training batch, unless a loaded checkpoint has set it.
         num_iterations: the number of training iterations that have ended.
@@ -161,7 +161,7 @@ class AutoSplit:
         self._ids: set[int] = set()
         """The ``id`` of each parameter of the model."""
         self._rule: tuple[int, ...] | None = None
-        """The split that a batch of ``_LARGE`` samples would have had in the previous iteration."""
+        """How the previous iteration would have split ``_LARGE`` samples; None at first."""
         self._peaks: Peaks | None = None
         """The peak memory of the devices in the current iteration; None between iterations."""
 
@@ -186,15 +186,15 @@ class AutoSplit:
     def begin(self) -> None:
         """Begin a training iteration, unless one is running already.
 
-        During the iteration, peak memory is measured unless the search for the best split is over.
+        Unless the search for the best split is over, peak memory is measured in the iteration.
         """
         if self._peaks is None:
             _watching[id(self)] = self
             _register_hook(_note_step)
             watched = () if self.search.is_over else self.devices
             self._num_ooms = num_ooms(watched) or self._num_ooms
-            # The size of the iteration's largest batch, and whether a parameter had a gradient when
-            # the forward pass of this batch began.
+            # The size of the iteration's largest batch, and whether a parameter already had a
+            # gradient when the forward pass of this batch began, as in gradient accumulation.
             self._batch = (0, False)
             self._peaks = Peaks(watched)
 
@@ -206,7 +206,7 @@ class AutoSplit:
             batch_size: the number of samples in the batch of the call.
         """
         search = self.search.search
-        # The maximum, because several models share this object if it is a ``Loop`` of tuning/.
+        # The maximum, because several models may share this object: see ``Loop`` in tuning/loop.py.
         search.smallest = max(search.smallest, smallest_chunk(module))
         chunk_sizes = self.last_split = self.split(batch_size)
         if batch_size and torch.is_grad_enabled():
@@ -264,10 +264,10 @@ class AutoSplit:
         return "gpu0_bsz='auto' keeps its split; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the split of batches found so far, with which a later run can start.
+        """Return a dictionary with the split found so far, with which a later run can start.
 
-        The state is a dictionary of numbers and lists. Before the first training batch, the result
-        is None, unless ``load_state_dict`` has loaded a state.
+        The values are numbers and lists. Before the first training batch, the result is None,
+        unless ``load_state_dict`` has loaded a state.
         """
         return self.search.state_dict(self.batch_size) if self.batch_size else None
 
@@ -309,7 +309,8 @@ def split_policy(
     if isinstance(gpu0_bsz, str):
         fact = "gpu0_bsz must be an integer, None, or 'auto' without device_weights"
         raise ArgumentTypeError(f"{fact}, got {gpu0_bsz!r}")
-    # A single device, such as the CPU when a script is tried out, gets the whole batch.
+    # A single device gets the whole batch, so device_weights do not matter. They may be those of
+    # several GPUs, as when a script is tried out on the CPU.
     return SplitPolicy(gpu0_bsz, devices, device_weights if len(devices) > 1 else None)
 
 

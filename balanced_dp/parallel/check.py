@@ -119,7 +119,7 @@ def _copied(*values: Any) -> Any:
 def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
     """Return a dictionary of the floating-point outputs and the gradients of the parameters.
 
-    The gradients are computed from one weighted sum. It adds up all entries of the floating-point
+    The gradients are those of one number: a weighted sum of all entries of the floating-point
     outputs that require gradients. The weights rise from 1 to 2 along the entries of each output.
     """
     found = {
@@ -139,9 +139,9 @@ def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
 def _relative(found: Tensor | None, expected: Tensor) -> float:
     """Return the largest difference between ``found`` and ``expected``, relative to ``expected``.
 
-    The docstring of ``Difference.relative`` gives the formula. The result is infinite if the
-    tensors differ in shape, or if ``found`` is None. Entries that are NaN in both tensors count as
-    equal.
+    This is ``abs(found - expected).max() / abs(expected).max()``, where a divisor of 0 is replaced
+    by 1. The result is infinite if the tensors differ in shape, or if ``found`` is None. Entries
+    that are NaN in both tensors count as equal.
     """
     if found is None or found.shape != expected.shape:
         return math.inf

@@ -3,9 +3,9 @@
 Each launch of a copy takes time. So between CUDA devices, several tensors of one dtype are
 flattened into a single tensor, which is copied in one piece. Such a group of tensors is a bucket.
 Weights (parameters and buffers) are copied to the other devices in buckets. If there are several
-other devices, NCCL broadcasts the buckets. Gradients are copied back in buckets, too. A bucket
-holds parameters that were registered one after the other, because a forward pass usually uses such
-parameters soon after one another.
+other devices, NCCL broadcasts the buckets. Gradients are copied back in buckets, too. Parameters
+that were registered one after the other usually share a bucket, because a forward pass usually uses
+them soon after one another.
 
 Weights are copied on CUDA streams that are used for nothing else. For each bucket and device,
 ``Arrivals`` holds a CUDA event that marks the end of the copy. A replica may start to run before
@@ -19,8 +19,8 @@ each bucket has one ``Broadcast`` node in the autograd graph for each device tha
 backward of a ``Broadcast`` node runs as soon as the device with the copies has computed all
 gradients of the bucket. The node copies the gradients to the home of the parameters, where autograd
 adds up the gradients of all devices. The ``Broadcast`` nodes of different buckets and devices do
-not wait for each other. In this picture, the buckets b0 to b3 hold the parameters of the layers l0
-to l3. The device d1 is not the home of these parameters::
+not wait for each other. In this picture, time runs to the right. The buckets b0 to b3 hold the
+parameters of the layers l0 to l3. The device d1 is not the home of these parameters::
 
     weights       home: b0 b1 b2 b3        one broadcast for each bucket, in the order of use
     forward       d1:      l0 l1 l2 l3     a layer waits for its own bucket
@@ -55,7 +55,7 @@ Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
 """
 
 LEAST_BYTES = 2**20
-"""The number of bytes that a bucket of parameters or buffers may always hold.
+"""The lowest size limit, in bytes, of a bucket of parameters or buffers.
 
 A bucket is a group of tensors that are copied in one piece. Its size limit is an eighth of the size
 of all tensors, but at least ``LEAST_BYTES`` and at most ``BUCKET_BYTES``. A lower limit would give
@@ -86,10 +86,10 @@ class Arrivals:
     """The CUDA events that mark the end of each copy of a weight from one device to another.
 
     The copies are made on the weight streams: each CUDA device has one stream that is used only to
-    copy weights. Before that, ``expect`` records the current stream of each device, to which the
-    memory of the copies belongs. Afterwards, ``wait`` makes these streams wait for the copies. The
-    memory must not be freed before ``wait`` is called. Otherwise the caching allocator could reuse
-    the memory while a weight stream still writes to it.
+    copy weights. Before the copies are made, ``expect`` records the current stream of each device.
+    The memory of the copies belongs to this stream. Afterwards, ``wait`` makes the recorded streams
+    wait for the copies. The copies must not be freed before ``wait`` is called. Otherwise the
+    caching allocator could reuse their memory while a weight stream still writes to it.
 
     Attributes:
         events: a dictionary that maps the ``id`` of a tensor, original or copy, to an event. The
@@ -158,8 +158,8 @@ class ArrivingParameters(UserDict[str, Any]):
         self._waited: set[int] = set()
 
     def __reduce__(self) -> Any:
-        # A deep copy or a pickle of this object is a copy of the plain dictionary, to which
-        # register_parameter of the copied module writes, too.
+        # In a deep copy or a pickle of a replica, a copy of the plain dictionary takes the place of
+        # this object. The copied replica's register_parameter writes to that dictionary, too.
         return itemgetter(0), ([self._arrived()],)
 
     def __getitem__(self, name: str) -> Any:
@@ -189,10 +189,10 @@ def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True)
         tensors: a dictionary of the tensors, whose keys are the positions of the tensors in a list
             of the caller. The result contains these positions.
         of_gradients: whether the buckets are for gradients. If True, a tensor with hooks on its
-            gradient gets a bucket of its own. In a shared bucket, another tensor may have a
-            gradient when this one has none. Then the hooks of this one would be called with None.
-            If False, the buckets are for weights, and a bucket may always hold ``LEAST_BYTES``,
-            even if this is more than an eighth of the size of all tensors.
+            gradient gets a bucket of its own. In a shared bucket, its hooks would be called with
+            None if only other tensors of the bucket had gradients. If False, the buckets are for
+            weights, and a bucket may always hold ``LEAST_BYTES``, even if this is more than an
+            eighth of the size of all tensors.
     """
     sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors.values()]
     num_bytes = sum(filter(None, sizes))
@@ -218,7 +218,7 @@ def copy_to(
     tensors: Sequence[torch.Tensor],
     arrivals: Arrivals | None = None,
 ) -> Copies:
-    """Return copies of ``tensors`` on each of ``devices``, in the order of ``tensors``.
+    """Return, for each of ``devices``, a list of copies of ``tensors``, in the same order.
 
     On its own device, a tensor is not copied: the tensor itself is returned. Between CUDA devices,
     many tensors are copied in few pieces. If there are several destinations, each piece is
@@ -269,7 +269,8 @@ def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) 
         pieces.append([torch.empty(size, dtype=dtype, device=device) for device in others])
     devices = dict.fromkeys([*(tensor.device for tensor in tensors.values()), *copies])
     with _sending, ExitStack() as stack:
-        # An error frees the pieces, so the current streams must wait for the copies before that.
+        # If an error is raised, the pieces are freed. So the current streams first wait for the
+        # copies.
         stack.push(lambda kind, *_: arrivals.wait() if kind else None)
         arrivals.expect(devices)
         for device in devices:
@@ -352,8 +353,8 @@ class Receive(torch.autograd.Function):
     are on one device, their home. The aliases are inputs of the ``Broadcast`` nodes of all other
     devices. So autograd adds up the gradients from these devices before it runs the backward of
     this node. On CUDA, the gradients are added up on the stream that was current when this node was
-    made. Emulated devices have no streams. There, this node only makes autograd add gradients in
-    the same order as on CUDA, so that the peak of memory is the same.
+    made. On emulated devices, which have no streams, this node only makes autograd add gradients in
+    the same order as on CUDA, so that peak memory is the same.
 
     Besides the aliases, this node returns an empty tensor, the token. The token delays the backward
     of this node. For example, let a model have the buckets b0 and b1. The token of b1 is an input
@@ -377,10 +378,10 @@ class Receive(torch.autograd.Function):
 
 
 class Broadcast(torch.autograd.Function):
-    """Make copies of parameters differentiable: send their gradients to the originals' device.
+    """Make copies of parameters differentiable: backward copies gradients to the originals' device.
 
-    The copies have been made before, and forward only returns them. The parameters belong to one
-    bucket: a group of tensors that are copied together. The tensors are on one device, their home.
+    The copies have been made before, and forward only returns them. The originals belong to one
+    bucket: a group of tensors that are copied together. They are all on one device, their home.
     """
 
     @staticmethod
@@ -422,7 +423,7 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
         set_warns(False)
     trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
     token = next_token = None
-    # Backward starts with the last bucket.
+    # The last bucket comes first, because its token is passed on to the bucket before it.
     for positions in reversed(fill_buckets(trained)):
         originals = [parameters[i] for i in positions]
         home = originals[0].device
@@ -433,11 +434,11 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
         if (is_cuda(home) or is_emulated(home)) and not has_hooks(originals[0]):
             *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             if is_cuda(home):
-                # The first use of a parameter creates the node that accumulates its gradients. That
-                # node runs on the stream that is current at its creation, which must be the stream
-                # that computes. So the first Receive was applied on that stream. Its outputs keep
-                # the accumulating node alive while a second Receive, which replaces the first, is
-                # applied on the stream that adds up gradients.
+                # Autograd creates the AccumulateGrad node of a parameter when the parameter is
+                # first used. The node runs on the stream that is current then, which must be the
+                # stream that computes. So the Receive above was applied on that stream, only to
+                # create AccumulateGrad. It is replaced by a Receive on the stream that adds up
+                # gradients. Until then, the outputs of the first Receive keep AccumulateGrad alive.
                 with on_stream(side_stream(home, home)):
                     *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             run_at_once(next_token.grad_fn)
@@ -446,8 +447,8 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
                 continue
             parts = [own[i] for i in positions]
             # Autograd runs a node's backward on the stream that was current when the node was made,
-            # and makes this stream wait for the incoming gradients. So the other streams compute
-            # while gradients are copied.
+            # and makes this stream wait for the incoming gradients. So the stream that computes
+            # need not wait while gradients are copied.
             copying = on_stream(side_stream(device, "copies")) if is_cuda(device) else nullcontext()
             with copying:
                 parts = Broadcast.apply(parts, token, *received)  # type: ignore[no-untyped-call]

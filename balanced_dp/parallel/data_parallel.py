@@ -83,10 +83,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             or no input is split. None means no limit: the split is even, or in proportion to
             ``device_weights``. ``"auto"`` searches for the split that leaves the largest share of
             memory free on the fullest device. The search starts with the even split, and reads the
-            peak memory of the devices after each optimizer step. It tries at most six splits. A
-            split with which memory runs out raises ``torch.OutOfMemoryError``. Catch the error and
-            repeat the step: the search then uses another split, if there is one, and may try more
-            than six. State dicts contain the split that ``"auto"`` has found.
+            peak memory of the devices after each optimizer step. It tries at most six splits, or
+            more if memory runs out. A split with which memory runs out raises
+            ``torch.OutOfMemoryError``. Catch the error and repeat the step: the search then uses
+            another split, if there is one. State dicts contain the split that ``"auto"`` has found.
         module: the module to parallelize. With ``spread``, or with a single device, the constructor
             moves its parameters and buffers to their devices. With several devices and without
             ``spread``, they must be on ``device_ids[0]``.
@@ -112,8 +112,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
             - ``"auto"`` computes the value of the whole batch if the output is a cross entropy, a
               mean or a sum over samples, or adds up several of these. Most other outputs are
-              averaged as with ``"mean"``, with a warning. So is an output that adds a mean over
-              samples to a sum over samples.
+              averaged as with ``"mean"``, with a warning. An output that adds a mean over samples
+              to a sum over samples is averaged, too, with a warning.
             - ``"mean"`` computes the mean over the replicas, weighted by their numbers of samples.
             - ``"sum"`` computes the sum over the replicas.
             - ``"stack"`` returns a vector with one entry for each replica, as ``nn.DataParallel``
@@ -149,15 +149,18 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError: on a call, an input cannot be split.
         GatherError: on a call, the outputs cannot be joined.
-        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]`` (with ``spread``,
-            a parameter may be on any of ``device_ids``); the module is scripted, compiled in place
-            or lazy; or, inside a block of ``shared_weights()``, parameters have changed since the
-            first call in the block.
+        RuntimeError: on a call, in each of these cases:
+
+            - A parameter or buffer is not on ``device_ids[0]``. With ``spread``, a parameter may be
+              on any of ``device_ids``.
+            - The module is scripted, compiled in place or lazy.
+            - Inside a block of ``shared_weights()``, parameters have changed since the first call
+              in the block.
 
     Warns:
-        BalanceWarning: in the cases below. At most one warning is issued for each input. For each
-            output, at most one warning is issued in calls with gradients. Before that, one may be
-            issued in calls without gradients.
+        BalanceWarning: in the cases below. At most one warning is issued for each input and for
+            each output. A warning in a call without gradients is an exception: a call with
+            gradients may issue one more for the same output.
 
             - ``gpu0_bsz`` is at or above the even share (batch size / number of devices) of the
               first batch, so that this batch is split evenly.
@@ -173,8 +176,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
               is split instead.
             - An output does not have one row for each sample. Its rows are joined in the order of
               the devices.
-            - An output is a list as long as each chunk, so that its items may be samples. But item
-              i of the joined list is joined from the items i of all replicas.
+            - An output is a list as long as each chunk, but is not taken for a list with one entry
+              for each sample: item i of the result is joined from the items i of all replicas.
             - An output is a key-value cache of Hugging Face's transformers, and None is returned in
               its place.
 
@@ -293,7 +296,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
-        # A PerDevice needs the batch size for its ``chunk_sizes``. Joining one output does not.
+        # A PerDevice needs the batch size for its ``chunk_sizes``. Joining one output needs none.
         batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
         call = self._new_call(devices, () if batch_size is None else [batch_size])
         return self._joined([output], call)
@@ -338,9 +341,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Return a replica of ``module`` for each device.
 
         A subclass that overrides this method must return the list that ``super().replicate()``
-        returns. With this list, ``forward`` afterwards updates ``module`` with what the first
-        replica has written to its copies of buffers and parameters, such as running statistics.
-        With a plain list, these writes are lost.
+        returns. The first replica may have copies of buffers and parameters, for example if the
+        first device gets no samples. After the call, ``forward`` uses the list to apply changes of
+        these copies, such as new running statistics, to ``module``. With a plain list, these
+        changes are lost.
         """
         homes = self.devices if self.spread else self.devices[:1]
         return self._replicator.replicate(module, self._devices_of(device_ids), homes)
@@ -399,10 +403,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """The maximum number of samples that the first device gets, or None for no limit.
 
         With ``"auto"``, the number of samples that the first device gets depends on the batch size.
-        The attribute is the current number for the size of the largest training batch so far. This
-        size may also come from a loaded checkpoint. As long as it is unknown, the attribute is
-        None. Reading the attribute also checks whether memory has run out in the current training
-        iteration. If so, the value may change.
+        The attribute is the number for the largest training batch so far. The size of this batch
+        may also come from a loaded checkpoint. Before the first training batch, and without a
+        checkpoint, the attribute is None. Reading the attribute also checks whether memory has run
+        out in the current training iteration. If so, the value may change.
 
         The attribute may be set to any value that the constructor accepts.
         """
@@ -484,10 +488,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     accumulate = no_sync = shared_weights
     """Other names of ``shared_weights``; ``no_sync`` is the name in ``DistributedDataParallel``."""
 
-    def homes(self) -> dict[str, torch.device]:
-        """Return a dictionary that maps the name of each parameter to the device that it is on."""
-        return {name: parameter.device for name, parameter in self.module.named_parameters()}
-
     @contextmanager
     def on_one_device(self) -> Iterator[ModuleT]:
         """Context manager that yields the module with all its parameters on ``device_ids[0]``.
@@ -521,7 +521,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self._policy.load_state_dict(local_metadata[STATE_KEY])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
-        # torch gives this method no types.
+        # torch does not annotate this method.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # If a script calls cuda() on the wrapper, super()._apply has moved all parameters to the
         # first device. So they are spread again.

@@ -25,7 +25,8 @@ class Gather:
     size is k times the chunk size on every replica, with the same whole number k.
 
     - Tensors whose shapes differ in one dimension are concatenated along this dimension. It must be
-      the batch dimension, or fit, as dimension 1 of the states of RNNs does: ``(layers, N, *)``.
+      the batch dimension, or a dimension that fits, such as dimension 1 of the states of an RNN,
+      which have the shape ``(layers, N, *)``.
     - Tensors of equal shapes are concatenated along the batch dimension if it fits. If it does not,
       they are concatenated along the dimension whose size is the chunk size on every replica. If
       several dimensions have this size, the tensors cannot be concatenated. If none has it, but the
@@ -37,18 +38,19 @@ class Gather:
       restored before the tensors are concatenated.
     - 0-dim tensors are joined into one value or, with ``scalar_outputs="stack"``, stacked into a
       vector. If any chunk has several samples, tensors of one element, such as those of shape
-      ``(1,)``, are joined like 0-dim tensors.
-      Integers and bools that differ between replicas are added up, with a warning. The sum of bools
-      is True if any of them is True.
-    - A list or tuple whose length is the chunk size on every replica is read as one entry for each
-      sample, or as outputs that each hold all samples of the chunk. Entries of all replicas are put
-      into one list or tuple. Outputs are joined item by item, like the containers below. If chunks
-      have different sizes, the list or tuple is read as entries. If all chunks have the same size,
-      a tuple is read as outputs, and a list is read as outputs in three cases: it is equal on all
-      replicas, it contains a tensor whose batch dimension has the chunk size, or it contains
-      tensors that all have one element. Any other list is read as entries. A warning is issued
-      about a list that is read as outputs, since its items may be entries. The exception is a list
-      of one item that is not a dictionary: there is no warning.
+      ``(1,)``, are joined like 0-dim tensors. Integers and bools that differ between replicas are
+      added up, with a warning. The sum of bools is True if any of them is True.
+    - If there are several replicas, and the length of a list or tuple (not a named tuple) is the
+      chunk size on each of them, its items may be *entries*, one for each sample. Entries of all
+      replicas are put into one list or tuple. Or the items may be *outputs*, each for all samples
+      of the chunk. Outputs are joined item by item, like the containers below.
+    - With chunks of different sizes, the items of a list or tuple of this length are taken for
+      entries. With chunks of equal size, the items of a tuple are taken for outputs. The items of a
+      list are taken for outputs in three cases: the list is equal on all replicas, it contains a
+      tensor whose batch dimension has the chunk size, or it contains tensors that all have one
+      element. In all other cases, they are taken for entries.
+    - A list whose items are taken for outputs causes a warning, since the items may be entries. A
+      list of one item causes no warning, unless the item is a dictionary.
     - Other containers are joined item by item: each item of the result is joined from the items
       with the same name or position. A key-value cache of Hugging Face's transformers becomes None,
       with a warning. Any other value must be equal on every replica and is returned unchanged.
@@ -59,9 +61,12 @@ class Gather:
             dimension, and says how 0-dim tensors are joined.
 
     Raises:
-        GatherError: the outputs differ in structure, or in a value that is not a tensor; no single
-            dimension of a tensor holds the samples; an output has a type that cannot be joined; or
-            all replicas return the same list or dictionary object, instead of one of their own.
+        GatherError: in each of these cases:
+
+            - The outputs differ in structure, or in a value that is not a tensor.
+            - No single dimension of a tensor holds the samples.
+            - An output has a type that cannot be joined.
+            - All replicas return the same list or dictionary object, instead of one of their own.
     """
 
     device: torch.device
@@ -104,7 +109,7 @@ class Gather:
     def _are_entries(self, lists: Sequence[Any], path: str) -> bool:
         """Return whether each list has one entry for each sample of its replica's chunk.
 
-        A list may instead have items that each hold all samples of the chunk.
+        If not, ``join`` joins the lists item by item.
         """
         sizes = self.call.chunk_sizes
         are_lists = all(isinstance(o, list | tuple) and not hasattr(o, "_fields") for o in lists)
@@ -132,7 +137,7 @@ class Gather:
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
         first, how = tensors[0], self.call.scalar_outputs
         sizes = self.call.chunk_sizes or (0,) * len(tensors)
-        # A single tensor, the output of the only replica or an entry of a list, is not joined. But
+        # A single tensor (the output of the only replica, or an entry of a list) is not joined. But
         # "stack" makes the 0-dim output of the only replica a vector.
         if len(tensors) == 1 and (first.dim() or how != "stack" or len(sizes) > 1):
             return first.to(self.device)
@@ -151,7 +156,7 @@ class Gather:
             values = [] if is_symbolic(first.device) else [tensor.cpu() for tensor in tensors]
             if len(shapes) > 1 or not all(_equal(values[0], value) for value in values):
                 raise
-            return first.to(self.device)  # a constant, such as anchors
+            return first.to(self.device)  # a constant, such as the anchors of a detector
         # torch does not annotate Function.apply.
         return Concatenate.apply(self.device, axis, *rows)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -19,10 +19,10 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
 
     Several successive submodules form a group. The parameters of a group go to the same device,
     since these parameters are copied together and used soon after one another. The first group goes
-    to the first device. Each later group goes to the device on which parameters take the smallest
-    share of the memory, if the group's first submodule is counted in. So successive groups are
-    usually on different devices, and all devices receive gradients during the whole backward pass,
-    not one device after another.
+    to the first device. Each later group goes to the device on which parameters, together with
+    those of the group's first submodule, take the smallest share of the memory. So successive
+    groups are usually on different devices, and all devices receive gradients during the whole
+    backward pass, not one device after another.
 
     Args:
         module: the module. Before the call, it may be on the CPU, for example because it fits on no

@@ -65,8 +65,8 @@ def check_paths(
         function: the function that is called with these arguments.
 
     Raises:
-        ArgumentError: a path that is checked does not begin with the name of a parameter of
-            ``function``.
+        ArgumentError: a path is not accepted, because it does not begin with the name of a
+            parameter of ``function``.
     """
     paths = frozenset([paths] if isinstance(paths, str) else paths)
     names = parameters(function)
@@ -145,7 +145,7 @@ def is_cache(value: object) -> bool:
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted path and value of each leaf of nested containers.
 
-    A leaf is an object that is not a container, as ``items`` defines it.
+    A leaf is an object that is not a container: see ``items``.
     """
     children = items(value, path)
     if children is None:

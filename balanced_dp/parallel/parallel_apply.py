@@ -26,12 +26,12 @@ def parallel_apply(
 ) -> list[Any]:
     """Call ``functions[i]`` with ``arguments[i]`` on ``devices[i]``; return the list of results.
 
-    The calls for the first device run in the calling thread, and those for each other device in a
-    new thread. With several emulated devices, those for the first device run in a new thread, too.
+    The calls for the first device run in the calling thread. Every further device has a new thread
+    for its calls. With several emulated devices, the first device has a new thread, too.
 
     Calls on the same device run one after the other. If they ran at the same time, they would take
-    random numbers from the same generator in turns, and activation checkpointing could not repeat
-    the numbers of one call in backward.
+    random numbers from the same generator in turns, and activation checkpointing could not draw the
+    numbers of one call again.
 
     During each call, ``devices[i]`` is the current device, and the grad mode, the inference mode,
     the autocast state and the current streams are those of the caller. Calls in new threads have a
@@ -44,27 +44,29 @@ def parallel_apply(
         functions: the function of each call.
         arguments: the arguments of each call.
         devices: the device of each call. Several calls may have the same device.
-        chunk_sizes: the number of samples of each call, or empty if unknown. It is used only in the
-            note that is added to an exception.
+        chunk_sizes: the number of samples of each call, for the note that is added to an exception;
+            empty if unknown.
 
     Raises:
-        BaseException: the exception of the failed call with the lowest index, after all calls have
-            ended. A note that is added to the exception names the call by its index and device.
+        BaseException: the exception of the failed call with the lowest index, after all threads
+            have ended. A note that is added to the exception names the call by its index and
+            device.
     """
     restored = _state_of_caller(devices)
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
     others = list(dict.fromkeys(devices))
-    # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
-    # first. Each thread counts its own sequence numbers. So if the forward pass of each device runs
-    # in a new thread, corresponding nodes of the devices have the same number. Then the backward
-    # passes of the devices take turns, as if they ran side by side.
+    # In a forward pass, each thread numbers the autograd nodes that it creates. In the backward
+    # pass, autograd runs the nodes of all emulated devices in one thread, the highest number first.
+    # So if the forward pass of each device runs in a new thread, corresponding nodes of the devices
+    # have the same number, and the devices' backward passes take turns, as if they ran in parallel.
     has_own_threads = is_emulated(devices[0]) and len(others) > 1
     first = None if has_own_threads else others.pop(0)
 
-    # Emulated devices share the cores, so each device's thread gets a part of torch's threads. If
-    # all pools of OpenMP together had more threads than there are cores, the threads would sleep
-    # between operators, also in the backward pass, and waking them takes time.
+    # Emulated devices share the cores, so each device's thread gets a part of torch's threads.
+    # OpenMP keeps a pool of threads for each device's thread. If all pools together had more
+    # threads than there are cores, the threads would sleep between operators, and waking threads
+    # takes time.
     num_threads = torch.get_num_threads()
 
     def work(device: torch.device) -> None:
@@ -100,8 +102,8 @@ def parallel_apply(
         return [results[index] for index in range(len(functions))]
     finally:
         if has_own_threads:
-            torch.set_num_threads(num_threads)  # work() has also set it for new threads
-        # An error's traceback refers to this frame, and this frame would refer to the error, so
+            torch.set_num_threads(num_threads)  # work() has changed it for new threads, too
+        # The traceback of an error refers to this frame. If this frame still referred to the error,
         # only the garbage collector would free the replica's memory.
         errors.clear()
         results.clear()

@@ -26,8 +26,8 @@ class PerDevice(Scattered):
 
     A ``PerDevice`` is a sequence of the outputs of those devices that had samples. If the
     ``BalancedDataParallel`` has ``scalar_outputs="auto"``, the losses in the outputs are already
-    joined: the loss in each output has the value of the whole batch. So call ``backward`` on the
-    loss in only one of the outputs.
+    joined: each output contains the loss of the whole batch. So call ``backward`` on the loss in
+    only one of the outputs.
 
     Args:
         outputs: the output of each replica, on the device of the replica.
@@ -88,7 +88,7 @@ class PerDevice(Scattered):
         return f"PerDevice(devices=({devices}), chunk_sizes={self.chunk_sizes})"
 
     def gather(self) -> Any:
-        """Return the joined outputs on ``output_device``, as a call with ``gather=True`` does.
+        """Return the joined outputs on ``output_device``, as the model with ``gather=True`` does.
 
         Raises:
             GatherError: the outputs cannot be joined, for example because their structures differ.
@@ -102,7 +102,7 @@ class PerDevice(Scattered):
         scalar_outputs: ScalarOutputs = "auto",
         **kwargs: Any,
     ) -> Any:
-        """Compute ``function(output, *args, **kwargs)`` on each device, and join the results.
+        """Call ``function(output, *args, **kwargs)`` on each device; return the joined results.
 
         Use it to compute small metrics of large outputs, as in ``outputs.map(num_right, labels,
         scalar_outputs="sum")`` with a function ``num_right(logits, labels)``. If the results need
@@ -113,7 +113,7 @@ class PerDevice(Scattered):
                 of ``n`` samples, it returns 0-dim tensors, or tensors whose batch dimension has
                 size ``n``.
             *args: further positional arguments of the function, for the whole batch. Tensors are
-                split over the devices into chunks of the same sizes as those of the batch.
+                split over the devices as the batch was.
             **kwargs: keyword arguments of the function, for the whole batch. They are split in the
                 same way as the positional arguments.
             scalar_outputs: how 0-dim results are joined, as in ``BalancedDataParallel``:
@@ -130,7 +130,7 @@ class PerDevice(Scattered):
         return self._run([function] * len(self), inputs, call)
 
     def _run(self, functions: Sequence[Callable[..., Any]], inputs: Inputs, call: Call) -> Any:
-        """Call a function on each device, and join the results on ``output_device``.
+        """Call a function on each device; return the results, joined on ``output_device``.
 
         Args:
             functions: the function for each device.

@@ -31,7 +31,7 @@ MEMBERS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module stores registered objects (``MEMBERS``) and hooks (``HOOKS``).
 
-Each of these attributes is a dictionary. The modules of a replica have dictionaries of their own.
+Each of these attributes is a dictionary. A replica's modules have copies of these dictionaries.
 """
 
 _CARRIERS = (types.MethodType, functools.partial)
@@ -49,7 +49,10 @@ index 3 in ``Blueprint.modules``. The second entry is one of ``MEMBERS``.
 """
 
 _Place = tuple[int, str, str, int]
-"""As ``_Member``, but ends with a position in ``Blueprint.tensors`` or ``Blueprint.modules``."""
+"""A ``_Member`` whose last entry is not the object, but the object's position in a list.
+
+The list is ``Blueprint.tensors`` or ``Blueprint.modules``.
+"""
 
 
 class Blueprint:
@@ -60,8 +63,8 @@ class Blueprint:
 
     Attributes:
         modules: the module itself and then its submodules, each once.
-        tensors: the parameters and then the buffers of the modules, each once. They are in the
-            order of registration, so neighbors in the list are usually used soon after one another.
+        tensors: the parameters and then the buffers of the modules, each once. Both are in the
+            order of registration.
         parameters, buffers: the two parts of ``tensors``.
         places: where each tensor is registered. In the entry ``(3, "_parameters", "weight", 5)``,
             3 is the index of the module in ``modules``, and 5 is the position of the tensor in
@@ -70,8 +73,8 @@ class Blueprint:
             that ``modules[3].head`` is ``modules[7]``.
         bound: the attributes and hooks that may refer to modules, such as bound methods. Each entry
             is ``(index, key, value)``: the value is stored under this key in one of the modules'
-            dictionaries. The index is the position of this dictionary in a list of the ``__dict__``
-            of each module, followed by the dictionaries of hooks of each module.
+            dictionaries. The index is the position of this dictionary in this order: first the
+            ``__dict__`` of each module, then the ``HOOKS`` dictionaries of each module.
         compiled: the indices of those modules that ``torch.compile`` has returned.
         can_recycle: whether a replica may be used in more than one call.
 
@@ -99,8 +102,8 @@ class Blueprint:
         items = ((i, key, value) for i, held in places for key, value in held.items())
         self.bound = [item for item in items if isinstance(item[-1], _CARRIERS)]
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
-        # A replica is reused only if references to it can be counted. A free-threaded build counts
-        # references separately for each thread.
+        # A replica is reused only if its reference counts show that nothing else uses it. In a
+        # free-threaded build, the counts do not show this: see is_free_threaded_build.
         can_count = not is_free_threaded_build()
         self.can_recycle = can_count and not any(map(_replicates_itself, self.modules))
         members = _registered((*MEMBERS, *HOOKS), own)
@@ -166,7 +169,7 @@ class Replica:
         for index, kind, name, _ in blueprint.places:
             self.attributes[index][kind][name] = None
         self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
-        """Each registered tensor: the dictionary, the name, the index in ``Blueprint.tensors``."""
+        """Where each tensor is registered: dictionary, name, position in ``Blueprint.tensors``."""
         self._hooks = _registered(HOOKS, self.attributes)
         self._bind()
         for index in blueprint.compiled:
@@ -184,9 +187,9 @@ class Replica:
 
         A bound method in a dictionary of its own module makes a reference cycle, which only the
         garbage collector could free. So when the replica is deleted, ``__del__`` replaces the
-        stored methods and hooks by functions that have only weak references to the copies. Code
-        that still holds a module of the replica may call such a function, which then binds the
-        method or hook to the copies again, and calls it.
+        stored methods and hooks by functions that have only weak references to the copies. If code
+        that still holds a module of the replica calls such a function, the function binds the
+        original method or hook to the copies again, and calls the result.
         """
         bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
@@ -201,14 +204,14 @@ class Replica:
             own[key] = weak
 
     def begin(self, tensors: Sequence[torch.Tensor], arrivals: Arrivals) -> None:
-        """Register the tensors of a call in the modules of this replica.
+        """Give the modules of this replica their parameters and buffers for a call.
 
         Args:
             tensors: a tensor for each of ``Blueprint.tensors``, all on the device of this replica.
                 Copies of parameters may still be incomplete.
             arrivals: the CUDA events that mark the end of each copy of a parameter. When a module
-                of the replica reads one of its own parameters, the current stream first waits for
-                the copies of all of them.
+                of the replica reads one of its own parameters, the current stream first waits until
+                all of the module's own parameters are copied.
         """
         for own, name, position in self._slots:
             own[name] = tensors[position]
@@ -219,9 +222,10 @@ class Replica:
                 own["_parameters"] = ArrivingParameters(plain, tensors[0].device, awaited)
                 self._arriving.append(own)
         # The list _flat_weights of an RNN still holds the original's weights. It is replaced, since
-        # flatten_parameters(), called in forward, would use them.
+        # the model's forward may call flatten_parameters(), which uses this list.
         for rnn in self._rnns:
-            # A weight that forward computes, as in DropConnect, does not exist yet: None.
+            # A weight that forward computes, as in DropConnect, does not exist yet. Its entry is
+            # None.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
     def stop_waiting(self) -> None:

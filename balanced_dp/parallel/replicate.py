@@ -23,11 +23,11 @@ class Replicator:
     Replicas differ from those of ``torch.nn.parallel.replicate``:
 
     - Their ``parameters()`` are copies of the module's parameters. Torch's replicas have none.
-      Replicas on the same device share these copies. A replica on the device of a parameter has the
-      parameter itself.
+      Replicas on the same device share these copies. A parameter that already is on a replica's
+      device is not copied: the replica uses the original.
     - Methods that are registered as hooks, or stored as attributes of a module (such as a replaced
       ``forward``), are bound to the replica.
-    - A parameter that no replica used gets no gradient. Torch's replicas give it zeros.
+    - A parameter that no replica used gets no gradient. With torch's replicas, it gets zeros.
 
     The copies of parameters are differentiable. In backward, the gradients that a replica computes
     are sent to the original parameters in groups, and are added to ``.grad``. A group is sent as
@@ -120,8 +120,8 @@ class Replicas(list[ModuleT]):
 
     The first replica uses the module's own parameters and buffers if they are on the device of this
     replica. It has copies of all other parameters and buffers. The replicas run in the ``with``
-    block of ``running()``. At the end of this block, what the first replica has written to its
-    copies is copied to the module. Writes are noticed because the version counter and the storage
+    block of ``running()``. If the first replica writes to its copies, the new values are copied to
+    the module at the end of this block. To notice such writes, the version counter and the storage
     of each copy are recorded before the call.
 
     Args:
@@ -158,10 +158,10 @@ class Replicas(list[ModuleT]):
     def running(self) -> Iterator[None]:
         """Context manager inside which the replicas run.
 
-        At the end of the ``with`` block, the module gets what the first replica has written to its
-        copies of parameters and buffers. Then this ``Replicas``, which is a list, is emptied, and
-        those replicas that may be reused are kept for the next call. After an exception in the
-        block, none of this is done.
+        At the end of the ``with`` block, values that the first replica has written to its copies of
+        parameters and buffers are copied to the module. Then this list is emptied, and those
+        replicas that may be reused are kept for the next call. After an exception in the block,
+        none of this is done.
         """
         try:
             yield
@@ -186,7 +186,7 @@ class Replicas(list[ModuleT]):
 
     @torch.no_grad()
     def _bring_home(self) -> None:
-        """Copy to the module what the first replica has written to its copies of tensors."""
+        """Copy the values that the first replica has written to its copies back to the module."""
         for original, copy, stamp in self._away:
             # Batch norm's kernels write statistics without incrementing the version of a buffer. So
             # every copy of a buffer counts as written.

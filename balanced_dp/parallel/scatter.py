@@ -135,9 +135,12 @@ class Inputs:
                 - A ``Scattered`` has other devices or chunk sizes than the call.
 
         Warns:
-            BalanceWarning: a sequence is not split, although it is as long as the batch and may
-                have one entry for each sample; or an object that is not a container has tensors as
-                attributes, which are not split.
+            BalanceWarning: in each of these cases:
+
+                - A sequence as long as the batch is passed whole to each device, although it may
+                  have one entry for each sample.
+                - An object that is not a container has tensors as attributes. These tensors are
+                  neither split nor moved.
         """
         rows, count = self._rows(self._named(), (devices, chunk_sizes)), len(self.args)
         return [(tuple(r[:count]), dict(zip(self.kwargs, r[count:], strict=True))) for r in rows]
@@ -159,8 +162,9 @@ class Inputs:
     def _first(self, found: Named) -> tuple[str, Any]:
         """Return the dotted path and the value of the input that determines the batch size.
 
-        This is the first tensor, if there is one. A tensor named in ``split`` may have several rows
-        for each sample, so it is chosen only if there is no other tensor.
+        This is the first tensor that is not named in ``split``. A tensor named in ``split`` may
+        have several rows for each sample, so it is chosen only if there is no other tensor. An
+        input of another kind is chosen only if there are no tensors.
         """
 
         def rank(one: tuple[str, Any]) -> tuple[bool, bool]:
@@ -209,9 +213,9 @@ class Inputs:
         """Return how many entries of an input each device gets.
 
         The length of an input must be the batch size. The length of an input that is named in
-        ``split`` may also be a multiple of the batch size. This method does not check this. For
-        any other length, the returned numbers do not add up to ``length``, and the caller raises an
-        error.
+        ``split`` may also be a multiple of the batch size. This method does not check the length.
+        If the length is wrong, the returned numbers do not add up to ``length``, and the caller
+        raises an error.
 
         Args:
             length: the number of entries of the input.
@@ -257,7 +261,7 @@ class Inputs:
             return [move(tensor, devices[0])]
         # Chunks are copies, not views. A view would keep the whole batch on its device while
         # autograd needs the view. An in-place operation on one view would increment the version
-        # counter that all views share.
+        # counter that all views share, so that backward could raise an error for other views.
         parts = zip(tensor.split(lengths, self.dim), devices, strict=True)
         return [move(part, device, copy=True) for part, device in parts]
 

@@ -43,9 +43,8 @@ class ParameterCopies:
             parameters: the parameters, each given once.
 
         Raises:
-            RuntimeError: in a ``with`` block of ``shared``, a parameter that requires grad was
-                changed since the first call in the block, or any parameter was replaced, frozen or
-                unfrozen.
+            RuntimeError: since the first call in a ``with`` block of ``shared``, a parameter was
+                replaced, frozen or unfrozen, or a parameter that requires grad was changed.
         """
         result = dict.fromkeys(devices, parameters)
         homes = {parameter.device for parameter in parameters}
@@ -97,8 +96,8 @@ class _Block:
             parameters: the originals.
 
         Raises:
-            RuntimeError: a parameter that requires grad was changed since the first call in the
-                ``with`` block, or any parameter was replaced, frozen or unfrozen.
+            RuntimeError: since the first call in the ``with`` block, a parameter was replaced,
+                frozen or unfrozen, or a parameter that requires grad was changed.
         """
         versions = {
             # Writes to frozen parameters are allowed, since forward itself may write to them: see

@@ -42,7 +42,7 @@ On a phone, a plot is 360 pixels wide. There, text of this size is 12 pixels hig
 
 
 def report_plots(report: Report) -> dict[str, str]:
-    """Return a dict from the heading of each plot of a report to the plot as SVG.
+    """Return the plots of a report as SVG, in a dict whose keys are the headings.
 
     Black parts of the plots get the colour of the page's text.
     """

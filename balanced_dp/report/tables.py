@@ -44,7 +44,7 @@ Part: TypeAlias = str | Code | TextTable
 """A part of the text of a report: sentences, lines of code, or a table."""
 
 _FIRST = {"speed": "fastest first", "headroom": "least full first", "batch": "largest batch first"}
-"""A dict from the goal of a report to a description of the order in which options are listed."""
+"""The order in which a report lists its options, in words, for each goal of a report."""
 
 
 def answer(report: Report) -> Iterator[Part]:
@@ -120,8 +120,8 @@ def option_table(report: Report) -> TextTable:
         [*rows[0]],
         [[*row.values()] for row in rows],
         marked=0,
-        caption="Speed is the largest chunk of the even split divided by the option's largest "
-        "chunk. A smaller gpu0_bsz costs speed.",
+        caption="Speed is an estimate: the most samples on any device with the even split, divided "
+        "by the most with the option. A smaller gpu0_bsz costs speed.",
     )
 
 
@@ -209,8 +209,8 @@ def use_table(
     Args:
         option: the option (a measured way to train a batch) whose memory is shown.
         budgets: the bytes that each device may hold. None means not to show how full devices are.
-        even: the option with the even split, whose peaks are also shown. They are not shown if the
-            even split ran out of memory, or if it is the split of ``option``.
+        even: the option with the even split, whose peaks are shown for comparison. They are left
+            out if the even split ran out of memory, or if it is the split of ``option``.
         caption: the text below the table.
     """
     scale, unit = byte_scale(max(option.peak_bytes))
@@ -284,7 +284,7 @@ def speed(option: Option, report: Report) -> float:
     """Return the speed of an option in samples per second.
 
     On emulated devices, return ``Option.speed`` instead. This is the speed relative to the even
-    split: the largest chunk of the even split divided by the largest chunk of the option.
+    split: the most samples on any device with the even split, divided by the most with the option.
     """
     return option.samples_per_s if report.mode == "real" else option.speed
 

@@ -32,8 +32,8 @@ _MANY = 10
 """An iteration waits for other optimizers during at most this many steps of the first optimizer.
 
 The first optimizer is the one that stepped first in the training loop. An iteration ends when all
-optimizers of the previous iteration have stepped again. If one of them never steps again, the
-iteration ends with the next step that the first optimizer takes after this many. See ``Loop``.
+optimizers of the previous iteration have stepped again. If one of them does not step again, the
+iteration ends with step number ``_MANY + 1`` of the first optimizer. See ``Loop``.
 """
 
 
@@ -138,8 +138,8 @@ class Loop(AutoSplit):
 
         A split is the chunk size (the number of samples) of each device. If a split was measured
         more than once, the list contains the measurement with the highest peak. If ``gpu0_bsz`` is
-        ``"auto"``, this is the highest peak of the latest n measurements. All splits have the same
-        n, at most 3, because more measurements are more likely to include a high peak.
+        ``"auto"``, only the latest measurements of each split count: equally many for each split,
+        at most 3. Otherwise, the splits with the most measurements would tend to seem the fullest.
         """
         return [option for _, option in self.search.highest.values()]
 

@@ -1,7 +1,6 @@
 """Define the transformers that the built-in workloads train.
 
-A workload is a model with its batches, its loss and its optimizer. The transformers do not refer to
-any device.
+A workload is a model with its batches, its loss and its optimizer.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class TokenTransformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        for embedding in (self.tokens, self.positions):  # initializes the head, too
+        for embedding in (self.tokens, self.positions):  # the head shares the tokens' weight
             nn.init.normal_(embedding.weight, std=0.02)
         norm = () if causal else (nn.LayerNorm(width),)
         blocks = (Block(width, num_heads, causal, dropout) for _ in range(num_layers))

@@ -138,8 +138,8 @@ def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[i
     """Return the option with the largest batch that fits in memory when trained like ``option``.
 
     An option is a measured way to train a batch. ``Option.features`` lists its features: an uneven
-    split, the loss on each device, parameters spread over all devices. The result has no feature
-    that ``option`` lacks. The split of the result is limited by the split of ``option``:
+    split, the loss on each device, parameters spread over all devices. The result has the features
+    of ``option``, or only some of them. The split of ``option`` limits the split of the result:
 
     - If ``option`` has the even split, the result has the even split, too.
     - If ``option`` has a ``gpu0_bsz``, the result may have any ``gpu0_bsz``, or the even split.
@@ -173,8 +173,8 @@ def ranked(
     The goal ``"batch"`` changes this: a group contains options of all batch sizes, the even split
     has a group of its own, and only the option with the largest batch in each group is considered.
 
-    An option is left out if a better-ranked option has no feature (see ``Option.features``) that
-    this option lacks, and is at least as good in each of these respects:
+    An option is left out if a better-ranked option has the same ``Option.features`` or only some of
+    them, and is at least as good in each of these respects:
 
     - the speed, rounded to about one percent,
     - the utilization of the fullest device, rounded to about one percent; not compared for the goal

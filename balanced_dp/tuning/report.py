@@ -252,9 +252,9 @@ class Report:
         Options are ranked if at least one option for ``batch_size`` samples fits in memory. For the
         goal ``"batch"``, it is enough that an option of any batch size fits.
 
-        The option that is closest to fitting is chosen among the options for ``batch_size``
-        samples. Of the options that did not run out of memory, it is the option whose fullest
-        device is the least full. If all options ran out of memory, it is one of these options.
+        The option that is closest to fitting is the option for ``batch_size`` samples whose fullest
+        device is the least full. Options that ran out of memory are considered only if there are no
+        others.
         """
         of_batch = (option for option in self.options if option.batch_size == self.batch_size)
 
@@ -286,10 +286,7 @@ class Report:
 
     @property
     def is_script(self) -> bool:
-        """Whether a script was measured, not a workload.
-
-        The options of a script differ only in the split.
-        """
+        """Whether a script was measured, not a workload."""
         return self.is_trainer or bool(self.wrapped_at)
 
     @property
@@ -298,7 +295,7 @@ class Report:
         return self.best.line
 
     def assignments(self, option: Option) -> list[str]:
-        """Return the lines of code that wrap the models of a script for ``option``.
+        """Return the lines of code with which a script wraps its models as in ``option``.
 
         Each line is a statement of the script, without comments, in which only the name of the
         wrapping class and its ``gpu0_bsz`` are replaced. So arguments such as ``dim`` and

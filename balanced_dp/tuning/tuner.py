@@ -34,7 +34,7 @@ shapes of tensors. So batches without a limit could fill the memory of this mach
 """
 
 _LARGEST_MULTIPLE = 4
-"""On emulated devices that compute values, the limit is this multiple of the requested batch size.
+"""The largest batch tried on emulated devices that compute values, as a multiple of ``batch_size``.
 
 This limit replaces ``_LARGEST_BATCH``, because the values are computed on the CPU, which is slow.
 """
@@ -152,7 +152,7 @@ def tune(
         failures = {}
         for name in ("gather=False", "spread=True") if with_alternatives else ():
             apart = (False, spread) if name == "gather=False" else (gather, True)
-            try:  # measures nothing if the argument has this value already
+            try:  # if apart is (gather, spread), this measures nothing new
                 run.search(report, *apart)
                 gather = apart[0]
             except Exception as error:  # the user's loss may not work for chunks

@@ -32,8 +32,8 @@ class Workload:
     Attributes:
         model: a function that returns a new module, or a module, which is copied for training. A
             function should not name a device: if it names none, the module is created on device 0.
-            If device 0 is emulated without values, the module may be larger than the memory of this
-            machine.
+            So if device 0 is emulated without values, the module may be larger than the memory of
+            this machine.
         make_batch: a function that takes a batch size and returns a batch on the CPU. The batch is
             a tuple ``(args, kwargs, target)``: the positional arguments of the model, its keyword
             arguments, and the target. If the only argument of the model is a tensor ``x``, the

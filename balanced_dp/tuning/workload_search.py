@@ -14,10 +14,10 @@ from ..search import Search, Split
 from ..split import split_batch, split_by_weights
 
 _CLOSE = 400
-"""The largest chunk or batch that a search finds is at most ``1 / _CLOSE`` of its size too small.
+"""The largest chunk or batch found may be too small, by at most ``1 / _CLOSE`` of its size.
 
-The last search of ``WorkloadSearch`` uses the largest chunk that the search before it has found. So
-the errors of both searches add up, to at most 0.5 %.
+The last step of ``WorkloadSearch`` fills the largest chunks that the step before it has found. So
+the errors of both steps add up, to at most 0.5 %.
 """
 
 

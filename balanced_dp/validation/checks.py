@@ -66,7 +66,8 @@ class Validation:
     Attributes:
         devices: a description of the devices, as text.
         versions: a dictionary from names of software, such as ``"CUDA"``, to versions. It also
-            contains properties of the machine, such as ``"CPUs"``, the number of its CPUs.
+            contains properties of the machine: the entry ``"CPUs"``, for example, is its number of
+            CPUs.
         checks: the checks in the order in which they were made.
     """
 
@@ -110,10 +111,13 @@ def validate(
     ``nn.DataParallel``. On emulated devices, only gradients and outputs are compared.
 
     Args:
-        num_devices: number of devices. With a single GPU, this is the number of replicas on it.
-            If there is no GPU, or if there are several GPUs but fewer than ``num_devices``, the
-            devices are emulated. None means all GPUs if there are several, four replicas if there
-            is a single GPU, and four emulated devices if there is none.
+        num_devices: the number of devices. What is used depends on the machine:
+
+            - Several GPUs: the first ``num_devices`` GPUs, or emulated devices if there are fewer
+              GPUs. None means all GPUs.
+            - A single GPU: ``num_devices`` replicas on this GPU. None means four replicas.
+            - No GPU: ``num_devices`` emulated devices. None means four.
+
         emulate: whether to emulate devices even if there are GPUs.
         workload: the name of the workload (a model, its batches and its loss) whose memory and time
             are compared, as for ``find_workload``.
@@ -194,7 +198,8 @@ def _memory(
             predicted = measure_step(workload, batch_size, gpu0_bsz, replicas).peak_bytes
         with MemoryProbe(devices).measure() as usage:
             measured = measure_step(workload, batch_size, gpu0_bsz, devices).peak_bytes
-        # Libraries keep workspaces after the step. Predictions have none, so subtract them.
+        # Libraries keep workspaces after the step. Predictions do not include these workspaces, so
+        # the workspaces are subtracted from the measured peaks.
         kept = [torch.get_device_module(device).memory_allocated(device) for device in devices]
         errors = [p / (m - k) - 1 for p, m, k in zip(predicted, measured, kept, strict=True)]
         worst = max(errors, key=abs)

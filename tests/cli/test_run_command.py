@@ -113,11 +113,11 @@ def test_the_report_is_written(script):
         ("train.py 4 64 one", 0, "for one device. Leave device_ids out: train.py:13"),
         ("train.py 4 64 cpu", 0, "splits no batches; add model = torch.nn.DataParallel(model.cuda"),
         ("--devices 1 train.py 4 64 wrap", 0, "On one device there are no splits to compare;"),
-        ("train.py 1 64 wrap", 0, "run two steps with batches of equal size; 1 ran, without opt"),
+        ("train.py 1 64 wrap", 0, "batches of equal size; the script ran 1, without optimizer"),
         ("--html no.html train.py 1 64 wrap", 1, "no.html was not written: there is no report"),
         ("train.py 4 1 wrap", 0, "batches of 1, 4 devices"),
         ("--json no.json train.py 3 64 fail", 1, "no.json was not written: there is no report"),
-        ("train.py 9 64 wrap equal", 1, "in chunks of (0, 22, 21, 21). To rule out the"),
+        ("train.py 9 64 wrap equal", 1, "was split into (0, 22, 21, 21). To rule out the"),
         ("--symbolic train.py 9 64 wrap equal", 1, "ZeroDivisionError"),
         ("train.py 2 64 wrap fail", 1, "did not end in 2 steps, so options may change.\n"),
         ("train.py 4 64 plain", 0, "No torch.optim.Optimizer took a step: these are the peaks"),
@@ -186,7 +186,7 @@ def test_a_script_that_is_balanced_already(call, arguments, script):
     exit_code, report, parts = measured(script)
     assert exit_code == 0
     if arguments is None:
-        assert "The splits were not changed: the script uses a class of its own," in parts[-1]
+        assert "The splits were not changed: the script uses its own DataParallel," in parts[-1]
         return
     assert len({option.chunk_sizes for option in report.options}) >= 3
     [not_measured] = [sentence for sentence in summary(report) if "Not measured" in sentence]

@@ -101,7 +101,7 @@ def test_spread_parameters_train_as_on_one_device(tmp_path):
         options = {"gpu0_bsz": None, "device_ids": devices, "spread": True}
         spread = make_trainer(tmp_path, arguments=EVALUATE, **options)
         assert_same_training(alone(tmp_path, arguments=EVALUATE), spread, tolerance=1e-8)
-        assert set(spread.parallel_model.homes().values()) == set(devices)
+        assert {p.device for p in spread.parallel_model.parameters()} == set(devices)
         del spread
 
 

@@ -1,10 +1,10 @@
 """Count the targets of each cross entropy that a replica computes.
 
 While replicas run, the two functions with which torch computes cross entropies are replaced:
-``cross_entropy_loss`` and ``nll_loss_nd``. The replacements call torch's functions, return clones
-of the tensors that these return, and also count the targets. A mean over no targets is NaN, and a
-loss that adds other terms to this NaN would be NaN, too. So the replacements return 0 instead. If
-no replica has targets, the mean over the whole batch is still NaN.
+``cross_entropy_loss`` and ``nll_loss_nd``. In a replica, a replacement calls torch's function,
+counts the targets, and returns a clone of the result. A mean over no targets is NaN, and a loss
+that adds other terms to this NaN would be NaN, too. So the replacement returns 0 instead. If no
+replica has targets, the mean over the whole batch is still NaN.
 
 Autograd saves the number of targets, too, as ``_saved_total_weight``. But this number is missing if
 gradients are disabled or labels are smoothed, so it is not used.
@@ -62,8 +62,9 @@ class Counted:
     def is_(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is the result of this cross entropy, and was not written to.
 
-        The tensor may be detached. Each write in place increments the version counter, which begins
-        at 0 in a clone. Return False for an inference tensor, because it has no such counter.
+        ``self.result.detach()`` counts as the result, too. A write in place is recognized by the
+        tensor's version counter, which is 0 in a new clone and grows with each write. An inference
+        tensor has no version counter, so the answer for it is False.
         """
         is_result = not tensor.is_inference() and memory_of(tensor) == memory_of(self.result)
         return is_result and tensor._version == 0
@@ -81,13 +82,13 @@ It has the same value in the threads that run the replicas of the call.
 """
 
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
-"""The list to which the cross entropies of the replica in this thread are appended, or None."""
+"""The list that collects the cross entropies of the replica that this thread runs, or None."""
 _lock = threading.Lock()
 _running = weakref.WeakSet[Any]()
 """Weak references to the running calls.
 
-A call that Ctrl-C interrupts may fail to remove itself. Its ``Call`` still vanishes from this set
-as soon as nothing else refers to it.
+If Ctrl-C interrupts a call, the code that removes its ``Call`` from this set may not run. Because
+the reference is weak, the ``Call`` still vanishes when nothing else refers to it.
 """
 
 
@@ -129,8 +130,7 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
     """Return ``function(*args, **kwargs)``, and record the cross entropies that it computes.
 
     A ``Counted`` record of each cross entropy is appended to ``counted[index]`` of the ``Call`` in
-    ``current_call``. Nothing is recorded if no ``Call`` is running, or if the running ``Call``
-    does not count cross entropies, and so has no list for this replica.
+    ``current_call``. Nothing is recorded if no ``Call`` is running, or if ``counted`` is empty.
 
     Args:
         index: the index of the replica among the replicas of the call.
@@ -149,9 +149,10 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a replacement for ``function``, a cross entropy of torch, that also counts targets.
 
-    The replacement computes the same value as ``function`` and saves the same tensors for backward,
-    with one exception. If ``run_counted`` records the cross entropy, a mean over no targets is 0
-    instead of NaN, and the replacement returns a clone, so that nothing else writes to the record.
+    The replacement saves the same tensors for backward as ``function``, and returns the same value.
+    If ``run_counted`` records the cross entropy, there are two differences. A mean over no targets
+    is 0 instead of NaN. The replacement returns a clone of the recorded value, because ``forward``
+    may write to what it receives.
     """
 
     @functools.wraps(function)
@@ -174,7 +175,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if weight is not None and loss.grad_fn:
                 ignore_if_empty([loss.grad_fn], [count])
         square = target if input.shape == 2 * target.shape else None  # shapes (N, N) and (N,)
-        result = loss.clone()  # since forward may write to it
+        result = loss.clone()  # forward may write to the clone, but not to the recorded loss
         found.append(Counted(kind, count, square, loss, result))
         return result
 

@@ -1,11 +1,12 @@
 """Join the 0-dim outputs of the replicas into the outputs for the whole batch.
 
-From chunk i, its part of the batch, replica i computes the loss
+Replica i gets chunk i, a part of the batch, and computes the loss
 
     l_i = m_i + sum_k a_k c_ik.
 
 Here m_i is a mean over the n_i samples of the chunk, c_ik is a cross entropy (a mean over t_ik
-targets), and a_k is its factor. ``graph`` finds these terms. The loss of the batch is
+targets), and a_k is its factor. ``graph.py`` finds these terms in the autograd graph of l_i. The
+loss of the batch is
 
     loss = sum_i n_i m_i / sum_i n_i + sum_k a_k sum_i t_ik c_ik / sum_i t_ik.
 
@@ -77,7 +78,7 @@ class OutputHistory:
               different sizes (False).
             - a function and the dotted path of an output: ``Call.join`` has joined this output,
               which was a single number on each replica instead of one row for each sample.
-            - a string: a warning was issued about this input or output.
+            - a string that describes an input or output: a warning was issued about it.
     """
 
     losses: dict[Any, tuple[Composition, Any]] = field(default_factory=dict)
@@ -128,7 +129,7 @@ class Call:
 
         If cross entropies are not recorded (as with ``scalar_outputs="mean"``), or if the devices
         compute no values (``emulate_devices(symbolic=True)``), only ``loss_weight`` is used.
-        Without it, the weights are the chunk sizes, and no warning is issued.
+        Without ``loss_weight``, the weights are the chunk sizes, and no warning is issued.
 
         Args:
             outputs: the value of the output on each replica, a 0-dim floating-point or complex
@@ -169,15 +170,16 @@ class Call:
     def _counts_of(self, outputs: Tensors, key: Any, device: torch.device) -> list[Tensor]:
         """Return how many entries the mask on each replica selects, if the output is a masked mean.
 
-        If no mask selects an entry, return 1 for each replica. If the output is not a masked mean,
-        return an empty list.
+        A masked mean is ``(entries * mask).sum() / divisor``, where the divisor is the number of
+        entries that the mask selects. If no mask selects an entry, return 1 for each replica. If
+        the output is not a masked mean, return an empty list.
 
-        The first calls check that each divisor is the number of entries that its mask selects. For
-        this, they wait for the values of the divisors and the masks. The first of these cases that
-        applies decides what follows:
+        The autograd graph shows the divisor and the mask, but not that they belong together. So the
+        first calls compare their values, which means waiting for the devices. Of the following
+        cases, the first that applies counts:
 
-        - A divisor is another number, or a mask has other values than 0 and 1: the output is not a
-          masked mean, and the checks end.
+        - A mask selects entries but its divisor is another number, or a mask has other values than
+          0 and 1: the output is not a masked mean, and the checks end.
         - The masks select no entry, or all entries: the output counts as a masked mean in this
           call, and the next call checks again.
         - All chunks have the same size, and the masks select equally many entries in each: the
@@ -185,14 +187,15 @@ class Call:
           a masked mean in this call, and the next call checks again.
         - Otherwise, the output is a masked mean, and the checks end.
 
-        Until the checks end, a call whose chunks have at most one sample each checks nothing, and
-        the result is an empty list.
+        Until the checks end, a call checks nothing if no chunk has more than one sample. The result
+        is then an empty list.
         """
         found, known = [*map(masked_mean_of, outputs)], self.history.masked
         masks = [own[-1] for own in found if own]
         lengths = {*map(divmod, map(len, masks), self.chunk_sizes)}
         may_be = known.get(key, max(self.chunk_sizes) > 1)
-        # A factor that is broadcast over the samples is not a mask of samples.
+        # A mask of samples has equally many rows for each sample. A factor with other lengths, such
+        # as one that is broadcast over the samples, is not a mask of samples.
         if not all(found) or not may_be or len(lengths) > 1 or lengths.pop()[1]:
             return []
         counts = torch.stack([mask.sum(dtype=torch.double).to(device) for mask in masks])
@@ -216,8 +219,9 @@ class Call:
         """Return whether an output is a single number, and not one row for each sample.
 
         A 0-dim tensor is a number. An output with one entry on each replica may also be the row of
-        a single sample. Such an output is a number only if a chunk of the call has several samples,
-        for which there would be several rows, or if an earlier call has joined it as a number.
+        a single sample. If a chunk of the call has several samples, such an output is a number,
+        because there would be several rows otherwise. It is also a number if an earlier call has
+        joined it as a number.
 
         Args:
             tensor: the output of one replica.
@@ -245,18 +249,19 @@ class Call:
         return loss
 
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
-        """Find out by value whether an output is a multiple of a cross entropy.
+        """Return the ``Composition`` of an output, by comparing it with each cross entropy.
 
-        Return the ``Composition`` of the output, which is marked as unclear if the output is no
-        such multiple. If the cross entropy is a sum, the factor of the multiple must be 1, or 1
-        divided by a tensor argument of the call, up to the sign. Any other factor may depend on the
-        chunk, so the output is marked as unclear, too. This method waits for the values of the
-        output and of the cross entropies.
+        If the value of the output is a multiple of a cross entropy, the output is joined like this
+        cross entropy. Otherwise, the ``Composition`` is marked as unclear. A multiple of a summed
+        cross entropy is also unclear, unless its factor (without the sign) is 1, or 1 divided by a
+        tensor argument of the call. Any other factor may differ between the chunks. This method
+        waits for the values of the output and of the cross entropies.
 
-        The comparison is needed for Hugging Face's Trainer, which may evaluate before it trains:
-        the loss of a model may be a summed cross entropy that is divided by an argument. The
-        comparison is also needed in inference mode. Tensors have no version counters there, so only
-        the value of an output shows that it is a cross entropy (see ``Counted.is_``).
+        Hugging Face's Trainer needs the comparison, because it may evaluate before any call with
+        gradients has shown how the loss of the model is computed. For example, the loss may be a
+        summed cross entropy divided by an argument. The comparison is also needed in inference
+        mode. Tensors have no version counters there, so only the value of an output shows that it
+        is a cross entropy (see ``Counted.is_``).
         """
         numbers: list[Any] = [t for t in nested.tensors(self.arguments[0]) if t.numel() == 1]
         for place, own in enumerate(rows):
@@ -277,8 +282,8 @@ class Call:
         the keyword argument ``count``.
 
         Args:
-            divisors: the tensor by which each replica divides, or a number or None. If a divisor is
-                a number or None, the result is "".
+            divisors: for each replica, the tensor by which it divides. If an entry is a number or
+                None instead, the result is "".
         """
         rows = zip(*map(nested.leaves, self.arguments), strict=False)
         same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
@@ -292,7 +297,7 @@ class Call:
         return [weight_of_chunk(self.loss_weight, self.function, own) for own in self.arguments]
 
     def warn(self, path: str | None, reason: str, remedy: str = _REMEDY) -> None:
-        """Warn once that an output, or the result, may differ from its value for the whole batch.
+        """Warn once that an output may differ from its value for the whole batch.
 
         After a warning in a call without gradients, there may be a second warning about the same
         output in a call with gradients, because the reason may be another one.
@@ -369,7 +374,7 @@ class Call:
     def _code(self) -> Any:
         """A key for the function: its code object, or its ``id`` if it has no code object.
 
-        If the function is defined again, as in a loop, the code object stays the same.
+        A function that is defined again, as in a loop, has the same code object, so the same key.
         """
         function = inspect.unwrap(self.function)
         return getattr(function, "__code__", id(function))

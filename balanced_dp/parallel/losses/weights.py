@@ -49,8 +49,9 @@ def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
     there = [tensor.to(device) for tensor in tensors]
     for before, after in zip(tensors, there, strict=True):
         if after is not before and after.grad_fn is not None:
-            # Otherwise, autograd could run this node after the backward of the replica on
-            # ``device``. The backward of the other replicas would start only then.
+            # Let autograd run the backward of this copy as early as possible. By default, it could
+            # run it after the backward of the replica on ``device``, and the other replicas would
+            # have to wait for that.
             run_at_once(after.grad_fn)
     return there
 
