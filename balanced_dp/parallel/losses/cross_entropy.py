@@ -56,8 +56,7 @@ class Counted:
         Such targets indicate a contrastive loss, which compares each sample with the other samples
         of the chunk. Reading the targets waits for their device.
         """
-        rows = None if self.target is None else sorted(self.target.tolist())
-        return rows is not None and rows == [*range(len(rows))]
+        return (rows := self.target) is not None and sorted(rows.tolist()) == [*range(len(rows))]
 
     def is_(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is the result of this cross entropy, and was not written to.

@@ -27,7 +27,7 @@ import contextlib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from numbers import Real
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ...free_threading import looking_at_nodes
-from .cross_entropy import REDUCTIONS
+from .cross_entropy import REDUCTIONS, memory_of
 
 Edges = Sequence[tuple[Any, int]]
 """For each replica, a tensor in the autograd graph, as a pair of a node and an index.
@@ -50,23 +50,21 @@ operator the tensor is.
 _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
 """Operators that copy or reshape a tensor, and so do not change the numbers in it."""
 
-_ADDS_UP = re.compile(rf"Add|Sub|Rsub|Neg|Sum|{_KEEPS.pattern}")
-"""Operators that add up their inputs or the entries of a tensor, and those of ``_KEEPS``."""
-
 _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
 """Operators that compute each entry from other entries along a dimension. They keep the shape."""
 
-_SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index(Select|Put)?|MaskedSelect")
+_SELECTS = re.compile(r"CopySlices|Select|Slice|Unbind|\w*Split\w*|Index(Select|Put)?|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
 
-_OF_PARAMETERS = re.compile(
-    r"AccumulateGrad|(Broadcast|Receive)Backward|Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Softplus|Sum|\w*Norm"
-)
-"""Nodes of parameters and of their copies, and operators that compute with nothing but tensors.
+_COMPUTES = re.compile(r"Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Softplus|Sum|\w*Norm")
+"""Operators that compute with nothing but tensors.
 
 Operators such as indexing are missing, because they also compute with indices, which may come from
 the samples.
 """
+
+_PARAMETERS = {"AccumulateGrad", "ReceiveBackward", "BroadcastBackward"}
+"""The nodes of parameters and of their copies."""
 
 
 class UnclearError(Exception):
@@ -99,7 +97,7 @@ def composition_of(
     losses: Sequence[Tensor],
     sizes: Sequence[int],
     counted: Mapping[Any, tuple[int, str]],
-    path_of: Callable[[Sequence[Any]], str],
+    arguments: Mapping[Any, str],
 ) -> Composition:
     """Return the terms that add up to a loss.
 
@@ -111,11 +109,10 @@ def composition_of(
         counted: a dict with one entry for each cross entropy that every replica has computed. The
             key is a tuple of its autograd nodes, one for each replica. The value is its index among
             the cross entropies, and its kind (``"mean"`` or ``"sum"``).
-        path_of: a function that gets the divisor of an operator from each replica: a tensor, a
-            number, or None if the operator is no division or the divisor is unknown. If the
-            divisors are one-entry tensors that the replicas got as the same argument of the call,
-            the function returns the dotted path of this argument (see ``Composition``). Otherwise,
-            it returns "".
+        arguments: a dict with one entry for each tensor of one element that every replica got as
+            the same argument of the call. The key is a tuple of the places of these tensors in
+            memory (see ``memory_of``). The value is the dotted path of the argument (see
+            ``Composition``).
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no autograd graph")
@@ -127,22 +124,20 @@ def composition_of(
             nodes = [node for node, _ in edges]
             if not any(factors) or not any(nodes):
                 continue  # a term without a graph, or one times 0, such as 0 * unused.sum()
-            place, reduction = counted.get(tuple(nodes), (0, ""))
+            # With a factor of unknown value, a cross entropy cannot be joined by its count.
+            place, reduction = counted.get(tuple(nodes) if "" not in paths else (), (0, ""))
             try:
-                if are_equal(factors) and not paths and all(edge == edges[0] for edge in edges):
+                if are_equal(factors) and not any(paths) and edges.count(edges[0]) == len(edges):
                     found.kinds.add("mean")  # one node for all replicas, as of a joined loss
-                elif reduction and math.isnan(factors[0]):
-                    raise UnclearError("it multiplies a cross entropy by a parameter")
                 elif name := reduction or _reduction_of(nodes, sizes):
-                    kind = _kind_of(name, factors, sizes, bool(paths))
+                    kind = _kind_of(name, factors, sizes, any(paths))
                     # A sum over targets, divided by the number of samples, is a mean over samples.
                     if kind == reduction:
                         found.parts.append((place, factors[0], paths))
                     else:
                         found.kinds.add(kind)
-                elif path := path_of([_divisor_of(node) for node in nodes]):
-                    dividends = [node.next_functions[0] for node in nodes]
-                    stack.append((dividends, factors, (*paths, path)))
+                elif scaled := _scaled(nodes, arguments):
+                    stack.append((scaled[0], factors, (*paths, scaled[1])))
                 else:
                     inputs = zip(*(node.next_functions for node in nodes), strict=True)
                     for own, *by in zip(inputs, *map(_multipliers, nodes), strict=False):
@@ -152,7 +147,7 @@ def composition_of(
                 # Averaging is exact if the term is the same on all replicas. A constant factor such
                 # as 0.1 may be 1 / chunk size, and so depend on the split.
                 is_by_size = not are_equal(factors) or _is_one([factors[0] * max(sizes)])
-                if paths or is_by_size or not _is_of_parameters(nodes):
+                if any(paths) or is_by_size or not _is_of_parameters(nodes):
                     found.unclear = found.unclear or str(error)
     if len(found.kinds) > 1:
         found.unclear = found.unclear or "it adds means to sums over samples"
@@ -232,8 +227,14 @@ def _kind_of_sum(entries: Any) -> str:
     Args:
         entries: the autograd node of the operator that computed the entries.
     """
-    kinds = {"Mul": "sum of products", "Div": "sum of quotients"}
-    return next(filter(None, map(kinds.get, _names([entries], _ADDS_UP))), "sum")
+    found = [entries]
+    for node in found:
+        name = _operator_name(node)
+        if name in ("Mul", "Div"):
+            return "sum of products" if name == "Mul" else "sum of quotients"
+        if name in ("Add", "Sub", "Rsub", "Neg", "Sum") or _KEEPS.fullmatch(name):
+            found += [own for own, _ in node.next_functions if own and own not in found]
+    return "sum"
 
 
 def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divided: bool) -> str:
@@ -253,8 +254,8 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     """
     is_even, is_constant = len({*sizes}) == 1, are_equal(factors)
     products = [factor * n for factor, n in zip(factors, sizes, strict=True)]
-    is_by_size = (sizes[0] > 2 and _is_one(products)) if is_even else not is_constant
-    if is_constant if name == "mean" else is_by_size and are_equal(products):
+    is_mean = are_equal(products) and (not is_even or (sizes[0] > 2 and _is_one(products)))
+    if (name == "mean" and is_constant) or (name != "mean" and is_mean):
         return "mean"
     adds_up = name == "sum" or (name == "sum of products" and is_divided)
     # If all chunks have the same size, a factor other than 1 may be the number of samples.
@@ -264,56 +265,61 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     raise UnclearError(f"it has a {name} with a factor or divisor that may depend on the chunk")
 
 
-def _divisor_of(node: Any) -> Any:
-    return _saved(node, "other") if _operator_name(node) == "Div" else None
-
-
 def _multipliers(node: Any) -> Sequence[float]:
     """Return the numbers by which an operator multiplies its inputs, one number for each input.
 
-    If the operator multiplies an input by a term that is computed from parameters alone, the number
-    of this input is NaN, which stands for an unknown number that is the same on all replicas. The
-    number of the term itself is 0.
-
     Raises:
-        UnclearError: the operator does more than add up its inputs or multiply them by numbers or
-            by terms of parameters.
+        UnclearError: the operator does more than add up its inputs or multiply them by numbers.
     """
     name, alpha = _operator_name(node), getattr(node, "_saved_alpha", 1)
     signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
     if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
         return [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
-    are_factors = [_is_of_parameters([own]) for own, _ in node.next_functions if name == "Mul"]
-    if sum(are_factors) == 1:
-        return [0 if is_factor else math.nan for is_factor in are_factors]
     if name not in signs and not _KEEPS.fullmatch(name):
         raise UnclearError(f"it uses {name}, not only means over samples")
     return signs.get(name, (1,))
 
 
-def _is_of_parameters(nodes: Sequence[Any]) -> bool:
-    """Return whether tensors are computed from parameters alone, and by known operators.
+def _scaled(nodes: Sequence[Any], arguments: Mapping[Any, str]) -> tuple[Edges, str] | None:
+    """Return the input that an operator divides by an argument, or multiplies by parameters.
 
-    Then the tensors are the same on all replicas. They are not if an operator has an input without
-    an autograd graph: this input may be computed from the samples.
+    The result is a pair of the input and the dotted path of the argument, or of the input and "" if
+    it is multiplied by a term that is computed from parameters alone. If the operator does neither,
+    return None.
 
     Args:
-        nodes: the autograd nodes of the operators that computed the tensors.
+        nodes: the autograd node of the operator on each replica.
+        arguments: the paths of arguments, as in ``composition_of``.
     """
-    return all(map(_OF_PARAMETERS.fullmatch, _names(nodes, _OF_PARAMETERS)))
+    name, inputs = _operator_name(nodes[0]), _inputs_with_graph(nodes)
+    divisors = [_saved(node, "other") for node in nodes if name == "Div"]
+    places = tuple(memory_of(one) for one in divisors if isinstance(one, Tensor))
+    if places in arguments:
+        return inputs[0], arguments[places]
+    if name == "Mul" and len(inputs) == 2:
+        others = [own for own in inputs if not _is_of_parameters([node for node, _ in own])]
+        return (others[0], "") if len(others) == 1 else None
+    return None
 
 
-def _names(nodes: Sequence[Any], through: re.Pattern[str]) -> list[str]:
-    """Return the names of the operators of ``nodes``, and of the operators behind them.
+def _is_of_parameters(nodes: Sequence[Any]) -> bool:
+    """Return whether tensors are computed from parameters alone, and by the same known operators.
 
-    The inputs of an operator are followed only if its name matches ``through``. The name of an
-    input without an autograd graph is "".
+    Then the tensors are the same on all replicas. They may not be if an operator has an input
+    without an autograd graph, because this input may be computed from the samples.
+
+    Args:
+        nodes: for each replica, the autograd node of the operator that computed its tensor.
     """
-    found = list(nodes)
-    for node in found:
-        if through.fullmatch(_operator_name(node)):
-            found += [own for own, _ in node.next_functions if own not in found]
-    return list(map(_operator_name, found))
+    found = [tuple(nodes)]
+    for own in found:
+        operators = {(_operator_name(node), _saved(node, "exponent")) for node in own}
+        if not {name for name, _ in operators} <= _PARAMETERS:
+            if len(operators) > 1 or not _COMPUTES.fullmatch(operators.pop()[0]):
+                return False
+            inputs = zip(*([n for n, _ in node.next_functions] for node in own), strict=True)
+            found += [one for one in inputs if one not in found]
+    return True
 
 
 def _inputs_with_graph(nodes: Sequence[Any]) -> list[Edges]:
@@ -350,12 +356,8 @@ def _is_number(saved: object) -> bool:
 
 
 def are_equal(numbers: Sequence[float], rel_tol: float = 1e-9) -> bool:
-    """Return whether all numbers are equal, up to a relative error of ``rel_tol`` for rounding.
-
-    If all numbers are NaN, they count as equal (see ``_multipliers``).
-    """
-    is_known = not all(map(math.isnan, numbers))
-    return not is_known or all(math.isclose(n, numbers[0], rel_tol=rel_tol) for n in numbers)
+    """Return whether all numbers are equal, up to a relative error of ``rel_tol`` for rounding."""
+    return all(math.isclose(number, numbers[0], rel_tol=rel_tol) for number in numbers)
 
 
 def _is_one(numbers: Sequence[float]) -> bool:
@@ -427,8 +429,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             known = _inputs_with_graph(nodes)
             stack += [(own, is_loss) for own in known]
             name, axes = _operator_name(node), _axes(shapes, sizes)
-            is_opaque = isinstance(node, BackwardCFunction) or name == "CopySlices"
-            if is_loss or is_opaque or _SELECTS.fullmatch(name):
+            if is_loss or isinstance(node, BackwardCFunction) or _SELECTS.fullmatch(name):
                 continue
             if len(axes) > 1 or not num_pairs.isdisjoint(zip(*shapes, strict=False)):
                 return f"{name} computes a number for each pair of samples"

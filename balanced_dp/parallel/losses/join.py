@@ -241,7 +241,12 @@ class Call:
         elif torch.is_grad_enabled():
             nodes = [tuple(one.value.grad_fn for one in own) for own in rows]
             counted = {own: (i, rows[i][0].kind) for i, own in enumerate(nodes)}
-            loss = composition_of(outputs, self.chunk_sizes, counted, self._path_of)
+            arguments = {
+                tuple(memory_of(one) for _, one in own): own[0][0]
+                for own in zip(*map(nested.leaves, self.arguments), strict=False)
+                if all(isinstance(one, Tensor) and one.numel() == 1 for _, one in own)
+            }
+            loss = composition_of(outputs, self.chunk_sizes, counted, arguments)
         elif form != known:
             return self._by_value(outputs, rows)
         if torch.is_grad_enabled():
@@ -274,20 +279,6 @@ class Call:
             if factor and is_known and all(are_equal([o, v * factor], 1e-6) for o, v in pairs):
                 return Composition([(place, 1.0, ())])
         return Composition(unclear=_NOT_SHOWN)
-
-    def _path_of(self, divisors: Sequence[Any]) -> str:
-        """Return the dotted path of the argument by which replicas divide, or "" if there is none.
-
-        The path leads to a value in the pair ``(args, kwargs)``. For example, ``1.count`` leads to
-        the keyword argument ``count``.
-
-        Args:
-            divisors: for each replica, the tensor by which it divides. If an entry is a number or
-                None instead, the result is "".
-        """
-        rows = zip(*map(nested.leaves, self.arguments), strict=False)
-        same = (o[0][0] for o in rows if all(map(_is_same, divisors, (leaf for _, leaf in o))))
-        return next(same, "")
 
     @functools.cached_property
     def _given_weights(self) -> list[Any]:
@@ -394,12 +385,3 @@ def _is_count(divisor: Tensor, mask: Tensor) -> bool:
     count = mask.sum(dtype=torch.double)
     is_close = (divisor.double() - count.to(divisor.dtype)).abs().max() < 1e-5
     return torch.equal(mask * mask, mask) and bool(is_close | (count == 0))
-
-
-def _is_same(divisor: Any, argument: Any) -> bool:
-    """Return whether two tensors have the same memory, and ``argument`` has one entry.
-
-    Their values are not compared, because reading them would wait for a device.
-    """
-    are_tensors = isinstance(divisor, Tensor) and isinstance(argument, Tensor)
-    return are_tensors and argument.numel() == 1 and memory_of(divisor) == memory_of(argument)
