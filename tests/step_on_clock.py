@@ -23,6 +23,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+        self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()

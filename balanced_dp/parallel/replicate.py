@@ -70,11 +70,13 @@ class Replicator:
         if homes:
             check_on_device(blueprint.parameters, *homes)
             check_on_device(blueprint.buffers, homes[0])
+        # Replicas wait for all buffers before they run. If parameters were sent before the buffers,
+        # the replicas would wait for all parameters, too.
+        buffers = list(_buffers_of_replicas(devices, blueprint.buffers))
         copies, arrivals = self.copies.on(devices, blueprint.parameters)
         if blueprint.compiled or Arrivals.are_traced:
             arrivals.wait()
-        pairs = zip(devices, _buffers_of_replicas(devices, blueprint.buffers), strict=True)
-        tensors = [[*copies[device], *own] for device, own in pairs]
+        tensors = [[*copies[d], *own] for d, own in zip(devices, buffers, strict=True)]
         return Replicas(*pool, tensors, arrivals)
 
 
