@@ -241,7 +241,7 @@ def copy_to(
         else:
             for device, own in copies.items():
                 own[i] = move(t, device)
-    if together and devices:
+    if together:
         transfers = arrivals or Arrivals()
         _send(together, copies, transfers)
         if arrivals is None:

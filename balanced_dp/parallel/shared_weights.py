@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ class ParameterCopies:
         """A lock to hold while a block of ``shared`` begins, or a call inside it gets copies."""
 
     def on(
-        self, devices: Iterable[torch.device], parameters: list[torch.Tensor]
+        self, devices: Sequence[torch.device], parameters: list[torch.Tensor]
     ) -> tuple[Copies, Arrivals]:
         """Return copies of the parameters on each device, and the CUDA events to wait for.
 
@@ -46,16 +46,13 @@ class ParameterCopies:
             RuntimeError: since the first call in a ``with`` block of ``shared``, a parameter was
                 replaced, frozen or unfrozen, or a parameter that requires grad was changed.
         """
-        result = dict.fromkeys(devices, parameters)
-        homes = {parameter.device for parameter in parameters}
-        away = [device for device in result if homes - {device}]
         arrivals = Arrivals()
-        if away and (block := self._block):
+        if len({*devices, *(parameter.device for parameter in parameters)}) == 1:
+            return dict.fromkeys(devices, parameters), arrivals
+        if block := self._block:
             with self._lock:
-                result.update(block.on(away, parameters))
-        elif away:
-            result.update(_copied(away, parameters, torch.is_grad_enabled(), arrivals))
-        return result, arrivals
+                return block.on(devices, parameters), arrivals
+        return _copied(devices, parameters, torch.is_grad_enabled(), arrivals), arrivals
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -92,7 +89,7 @@ class _Block:
         calls may need gradients.
 
         Args:
-            devices: the destinations, each given once.
+            devices: the destinations; a device may repeat.
             parameters: the originals.
 
         Raises:
@@ -108,8 +105,8 @@ class _Block:
         self._versions = self._versions or versions
         if versions != self._versions:
             raise RuntimeError(_CHANGED)
-        missing = [device for device in devices if device not in self._copies]
-        self._copies |= _copied(missing, parameters, has_gradients=True)
+        if missing := [device for device in devices if device not in self._copies]:
+            self._copies |= _copied(missing, parameters, has_gradients=True)
         # The current streams wait until the copies are made. record_stream keeps the memory of the
         # copies from being reused while work on these streams still reads it.
         for device in filter(is_cuda, devices):
@@ -131,7 +128,7 @@ def _copied(
     """Return copies of the parameters on each device, with the attributes of the originals.
 
     Args:
-        devices: the destinations, each given once.
+        devices: the destinations; a device may repeat.
         parameters: the originals.
         has_gradients: whether the copies are differentiable.
         arrivals: if given, CUDA events that mark the end of the copies are added to this object,
