@@ -376,6 +376,7 @@ class LoopSearch:
         for tried in [s for s in told if (s <= split if index else s >= split)]:
             del told[tried]
             self._iterations.pop(tried, None)
+            self.highest.pop(tried, None)
         told[split] = [math.inf if i == index else 0.0 for i in range(len(split))]
         self.is_over = False
         best, following = self.search.best, self.search.next()

@@ -187,6 +187,7 @@ def test_running_out_is_not_forgotten():
         split = search.split(64)
         assert split[0] < 16
         search.tell(split, law.peaks(split), accumulates=True)
+    assert search.ran_out(64, 0) and split not in search.highest
 
 
 @pytest.mark.parametrize(

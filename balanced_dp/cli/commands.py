@@ -94,12 +94,13 @@ def run(
     """
     from . import console
     from .run import run_and_measure
-    from .script import check_script
 
     arguments.check_outputs(json_file, html)
     if arguments.STDOUT in (json_file, html):
         raise ArgumentError("the script prints to stdout; name a file for the report")
-    check_script(script, is_module)
+    if not is_module and not Path(script).is_file():
+        kind = "a folder" if Path(script).is_dir() else "not a file"
+        raise ArgumentError(f"{script} is {kind}; name a Python script, or a module after -m")
     gc.freeze()  # so that the collector does not visit what the imports created
     exit_code, report, parts = run_and_measure(
         script,
@@ -227,17 +228,17 @@ def report_command(
         raise ArgumentError("--fail needs --against, the report to compare with")
     report = load_report(file)
     arguments.check_outputs(file, html, markdown, json_file)
+    console.write(html, report_html, report)
+    console.write(markdown, report_markdown, report)
     if against is None:
-        console.write(html, report_html, report)
-        console.write(markdown, report_markdown, report)
         console.write(json_file, report_json, report)
         if html is markdown is json_file is None:
             console.show(report, None, None)
         return
-    arguments.check_outputs(against, json_file)
+    arguments.check_outputs(against, html, markdown, json_file)
     older = load_report(against)
     compared = compare_reports(older, report, limits)
-    if json_file != arguments.STDOUT:
+    if arguments.STDOUT not in (html, markdown, json_file):
         console.print_parts(console.open_console(), [comparison_table(older, report, compared)])
     console.write(json_file, console.as_json, [asdict(found) for found in compared])
     if any(found.failed for found in compared):

@@ -83,7 +83,7 @@ def test_tune_prints_what_report_reads(folder, tuned, invoke):
 @pytest.mark.parametrize(
     ("command", "begins", "ends"),
     [
-        ("report a.json --html -", "<!doctype html>", "</html>\n"),
+        ("report a.json --against a.json --html -", "<!doctype html>", "</html>\n"),
         ("report a.json --markdown -", "# mine, batches of 64, 4 devices\n", " |\n"),
         ("report a.json --json -", '{\n  "schema": ', "}\n"),
         ("tune mine:make --json -", '{\n  "schema": ', "}\n"),
