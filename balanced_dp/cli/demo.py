@@ -69,8 +69,7 @@ def run_demo(
     Raises:
         ArgumentError: If memory runs out in a run.
     """
-    found = accelerators(num_devices, emulate)
-    num = num_devices or len(found) or 4
+    num = num_devices or len(accelerators(emulate=emulate)) or 4
     # The search is emulated even if there are GPUs, because its largest batches would fill them.
     report = tune(_workload(), BATCH_SIZE, num, emulate=True, with_alternatives=False)
     value, runs = report.best.chunk_sizes[0] if gpu0_bsz is None else gpu0_bsz, []
@@ -80,7 +79,7 @@ def run_demo(
         def on_loss(loss: torch.Tensor, losses: list[float] = losses) -> None:
             losses.append(loss.item())
 
-        with training_devices(num, emulate=not found) as devices:
+        with training_devices(num, emulate=emulate) as devices:
             used = devices[: 1 if name == "one device" else num]
             options = {"num_steps": steps, "on_loss": on_loss}
             measured = measure_step(_workload(), BATCH_SIZE, gpu0_bsz, used, **options)

@@ -12,21 +12,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ArgumentError
-
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as in a shell."""
-
-
-def check_script(name: str, is_module: bool) -> None:
-    """Check that ``name`` is a file, unless it is the name of a module.
-
-    Raises:
-        ArgumentError: If ``is_module`` is False and ``name`` is not a file.
-    """
-    if not is_module and not Path(name).is_file():
-        kind = "a folder" if Path(name).is_dir() else "not a file"
-        raise ArgumentError(f"{name} is {kind}; name a Python script, or a module after -m")
 
 
 def is_library(filename: str) -> bool:

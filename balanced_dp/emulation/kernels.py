@@ -261,15 +261,14 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
     return wrapped.wrap(data), batch_sizes
 
 
-def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Tensor:
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Any:
     """Compute the CTC loss, after converting the lengths of the sequences to lists.
 
     Torch's operator converts the lengths itself if they are plain tensors, but not if they are
     instances of a tensor subclass.
     """
-    # If blank, reduction and zero_infinity have their defaults, the dispatcher leaves them out.
-    options = given[2:] + (0, 1, False)[len(given) - 2 :]
-    return torch.ctc_loss(log_probs, targets, *(length.tolist() for length in given[:2]), *options)
+    lengths, options = [length.tolist() for length in given[:2]], given[2:]
+    return aten.ctc_loss.IntList(log_probs, targets, *lengths, *options)
 
 
 # On most backends, torch computes a linear layer with up to five operators, and its gradients with

@@ -64,9 +64,7 @@ class Machine:
             torch, tensors on the devices always have the type "lazy" (``DEVICE_TYPE``).
     """
 
-    def __init__(
-        self, capacities: Iterable[int], symbolic: bool, device_type: str = DEVICE_TYPE
-    ) -> None:
+    def __init__(self, capacities: Iterable[int], symbolic: bool, device_type: str) -> None:
         self.symbolic = symbolic
         self.device_type = device_type
         self.ledgers = [

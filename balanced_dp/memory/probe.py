@@ -55,30 +55,27 @@ class MemoryProbe:
         self.devices = list(dict.fromkeys(resolve_devices(devices)))
         self.nvml_error: str | None = None
         self._boards: dict[torch.device, Board] = {}
-        self._unseen: list[Board] = []
         for device in self.devices:
             if not hasattr(torch.get_device_module(device), "memory_allocated"):
                 raise ProbeError(
                     f"{device} does not count its memory; to measure on a machine without "
                     "accelerators, use emulate_devices"
                 )
+        boards: list[Board] = []
         if any(map(_has_nvml, self.devices)) or not self.devices:
             try:
-                self._open_nvml(devices is None)
+                boards = list_boards()
             except pynvml.NVMLError as error:
                 self.nvml_error = f"NVML failed: {error}"
+        for device in filter(_has_nvml, self.devices):
+            if board := find_board(torch.cuda.get_device_properties(device), boards):
+                self._boards[device] = board
+        unseen = [board for board in boards if board not in self._boards.values()]
+        self._unseen = unseen if devices is None else []
         if not self.devices and not self._unseen:
             reason = self.nvml_error or "NVML lists no board"
             remedy = "without GPUs, use emulate_devices, or the command balanced-dp run"
             raise ProbeError(f"torch sees no accelerator, and {reason}; {remedy}")
-
-    def _open_nvml(self, lists_unseen: bool) -> None:
-        boards = list_boards()
-        for device in filter(_has_nvml, self.devices):
-            if board := find_board(torch.cuda.get_device_properties(device), boards):
-                self._boards[device] = board
-        if lists_unseen:
-            self._unseen = [board for board in boards if board not in self._boards.values()]
 
     def snapshot(self) -> tuple[DeviceMemory, ...]:
         """Return the current memory of each device, without synchronizing the devices.

@@ -37,10 +37,6 @@ iteration ends with step number ``_MANY + 1`` of the first optimizer. See ``Loop
 """
 
 
-class StepsDone(SystemExit):
-    """The exception that ends a script, with exit code 0, after ``Loop.num_steps`` iterations."""
-
-
 class Loop(AutoSplit):
     """Measures each iteration of a training loop, and splits the batches of the loop's models.
 
@@ -66,8 +62,8 @@ class Loop(AutoSplit):
             might always happen with the same split.
         devices: the devices of the loop.
         budgets: the number of bytes that may be used on each device; None means no limit.
-        num_steps: after this many iterations, the next forward pass with gradients raises
-            ``StepsDone``; None means never.
+        num_steps: after this many iterations, the next forward pass with gradients ends the script
+            with exit code 0; None means never.
 
     Attributes:
         highest: the measurement with the highest peak among all iterations so far; None before the
@@ -149,11 +145,6 @@ class Loop(AutoSplit):
         model = self._model()
         return model if model is not None and model._policy is self else None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether ``gpu0_bsz`` is final, because it was given or the search for it is over."""
-        return self.wanted != "auto" or self.search.is_over
-
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
         """Let this object split the batches of ``model``, if ``model`` has the loop's devices.
 
@@ -207,11 +198,11 @@ class Loop(AutoSplit):
         """Begin an iteration unless an iteration is under way.
 
         Raises:
-            StepsDone: ``num_steps`` iterations have ended.
+            SystemExit: ``num_steps`` iterations have ended.
         """
         if self._peaks is None:
             if self.num_steps is not None and self.num_iterations >= self.num_steps:
-                raise StepsDone
+                raise SystemExit
             self._started = time.perf_counter()
             super().begin()
             self._peaks = Peaks(self.devices)  # needed even when the search is over
@@ -261,7 +252,7 @@ class Loop(AutoSplit):
             yield f"The script was ended after {steps} (--steps)."
         elif self.highest is not None and not num_taken:
             yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
-        if self.options and not self.is_over:
+        if self.wanted == "auto" and self.options and not self.search.is_over:
             fact = (
                 f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
             )

@@ -48,7 +48,8 @@ class Option:
         uses: for each device, a dict from each use of memory (such as ``"activation"``) to its
             bytes at the device's peak, as in ``memory_breakdown``. Each dict is empty if memory
             ran out.
-        seconds: the wall time of the step, which means nothing on emulated devices.
+        seconds: the wall time of the step, which means nothing on emulated devices; 0 if memory ran
+            out.
         out_of_memory: the message of the out-of-memory error; None if memory did not run out.
         ran_out: the index of the device that ran out of memory; None if memory did not run out.
     """
@@ -201,8 +202,7 @@ def ranked(
         least = min(option.utilization(budgets) for option in of_kind)
         for limit in (1.0, least * (1 + EQUAL)):  # the fastest option, and the least full
             below = (option for option in of_kind if option.utilization(budgets) <= limit)
-            found = max(below, key=lambda option: option.chunk_sizes[0])
-            candidates += [found] * (found not in candidates)
+            candidates.append(max(below, key=lambda option: option.chunk_sizes[0]))
 
     def merits(option: Option) -> dict[Goal, float]:
         return {

@@ -37,17 +37,6 @@ workspaces.
 Mode = Literal["symbolic", "emulated", "real"]
 
 
-def mode_of(device: torch.device) -> Mode:
-    """Return a name for how ``device`` is measured: symbolic, emulated or real.
-
-    ``"symbolic"`` is an emulated device that keeps the shapes of tensors but no values,
-    ``"emulated"`` is an emulated device that computes values, and ``"real"`` is an accelerator.
-    """
-    if is_symbolic(device):
-        return "symbolic"
-    return "emulated" if is_emulated(device) else "real"
-
-
 def _with_gpu0_bsz(source: str, gpu0_bsz: int | None) -> str:
     """Return the statement ``source`` after putting ``gpu0_bsz`` into each call that wraps a model.
 
@@ -204,13 +193,16 @@ class Report:
                 ``capacities`` is None.
             **others: further attributes of the report, such as ``workload``.
         """
+        mode: Mode = "real"
+        if is_emulated(devices[0]):
+            mode = "symbolic" if is_symbolic(devices[0]) else "emulated"
         has_capacity = capacities is not None
         if capacities is None:
             even = next((option for option in options if option.is_even), options[0])
             capacities = [math.ceil(max(1, *even.peak_bytes) / 2**20) * 2**20] * len(devices)
         return cls(
             provenance=Provenance.of(devices),
-            mode=mode_of(devices[0]),
+            mode=mode,
             batch_size=options[0].batch_size,
             capacity_bytes=tuple(capacities),
             reserve_bytes=reserve,

@@ -132,7 +132,7 @@ class StepMeter:
             gc.collect()
         gc.freeze()  # so that the collector visits only objects of this measurement
         arguments = {"gather": gather, "spread": spread, **arguments_of(chunk_sizes)}
-        out_of_memory, index, peaks, start = None, None, Peaks(self.devices), time.perf_counter()
+        out_of_memory, index, peaks, seconds = None, None, Peaks(self.devices), 0.0
         breakdown: dict[str, dict[str, int]] = {}
         before, model = num_ooms(self.devices), None
         try:
@@ -147,13 +147,12 @@ class StepMeter:
                 for device in self.devices:
                     torch.get_device_module(device).synchronize(device)
                 self._has_state = True
+            seconds = time.perf_counter() - start
+            breakdown = memory_breakdown(model, self._trained[2])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             out_of_memory, index = str(error), which_ran_out(self.devices, before)
-        seconds = time.perf_counter() - start
-        if model is not None and out_of_memory is None:
-            breakdown = memory_breakdown(model, self._trained[2])
         if self._has_state:
             self._trained[2].zero_grad()
         else:  # the optimizer's state may be incomplete

@@ -15,13 +15,13 @@ from typing import get_args
 import torch
 
 from ..emulation.fallback import accelerators, training_devices
-from ..emulation.machine import current_machine
+from ..emulation.machine import current_machine, is_emulated
 from ..errors import ArgumentError, ArgumentTypeError, InfeasiblePlanError
 from ..memory.peaks import capacities_of
 from ..search import MAX_SPLITS, Split
 from ..split import as_integer, split_batch
 from .options import Goal, Option
-from .report import Report, checked_reserve, mode_of
+from .report import Report, checked_reserve
 from .step import StepMeter
 from .workload import Workload
 from .workload_search import WorkloadSearch, fill_alike
@@ -132,7 +132,7 @@ def tune(
             )
             if emulates:
                 current_machine().ignore_capacities()
-        if capacities is None and mode_of(devices[0]) == "real":
+        if capacities is None and not is_emulated(devices[0]):
             capacities = capacities_of(devices)
         reserve = checked_reserve(reserve, capacities)
         meter = stack.enter_context(StepMeter(workload, devices))

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from balanced_dp.cli.script import INTERRUPTED, run_script
-from balanced_dp.tuning.loop import StepsDone
 
 SEES = """
 import os, sys, beside
@@ -32,7 +31,6 @@ def folder(tmp_path, monkeypatch):
         ("raise SystemExit", 0, "", ""),
         ("raise SystemExit(3)", 3, "", ""),
         ("raise SystemExit('no data')", 1, "", "no data\n"),
-        (f"from {StepsDone.__module__} import StepsDone\nraise StepsDone", 0, "", ""),
         ("raise KeyboardInterrupt", INTERRUPTED, "", "KeyboardInterrupt\n"),
         ("x =", 1, "", "SyntaxError: invalid syntax\n"),
         ("def f():\n    return {}['key']\nf()\n", 1, "", "KeyError: 'key'\n"),
