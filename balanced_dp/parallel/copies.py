@@ -227,9 +227,9 @@ def copy_to(
     Args:
         devices: the destinations; a device may repeat.
         tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
-        arrivals: if given, this object gets a CUDA event that marks the end of the copy of each
-            piece, and the caller has to wait for these events. If None, the current streams wait
-            for all copies.
+        arrivals: if given, this object gets a CUDA event for each piece, which marks the end of the
+            copy of this piece. Before a copy is used, the caller has to wait for its event. If
+            None, the current streams wait for all copies.
     """
     are_cuda, is_recorded = all(map(is_cuda, devices)), torch.is_grad_enabled()
     copies = {device: list(tensors) for device in devices}
