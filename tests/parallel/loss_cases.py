@@ -303,9 +303,8 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         (rows(o) * holes).sum() / holes.sum().clamp(min=1) + n.scale.square()
     ),
     "all by a count next to 0": lambda n, x, o, holes: rows(o).sum() / (holes.sum() + 1e-8),
-    "a mean broadcast to a vector": lambda n, x, o, ignored: (
-        F.cross_entropy(o, ignored) + 0.1 * n.head.bias.abs()
-    ).mean(),
+    "vector of means": lambda n, x, o, ignored: (F.cross_entropy(o, ignored) + n.head.bias).mean(),
+    "norm of a leaf": lambda n, x, o: rows(o).mean() + x.detach().requires_grad_().norm(),
     "weight times a statistic": lambda n, x, o: rows(o).mean() * (n.scale * x.mean()),
     "penalty of a statistic": lambda n, x, o: (
         rows(o).mean() + (n.head.weight.mean(0) - x.mean(0)).square().sum()

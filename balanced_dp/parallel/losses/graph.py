@@ -56,7 +56,7 @@ _GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|S
 _SELECTS = re.compile(r"CopySlices|Select|Slice|Unbind|\w*Split\w*|Index(Select|Put)?|MaskedSelect")
 """Operators with which code loops over samples, or selects some of them."""
 
-_COMPUTES = re.compile(r"Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Softplus|Sum|\w*Norm")
+_COMPUTES = re.compile(r"Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Sum|\w*Norm")
 """Operators that compute with nothing but tensors.
 
 Operators such as indexing are missing, because they also compute with indices, which may come from
@@ -64,7 +64,7 @@ the samples.
 """
 
 _PARAMETERS = {"AccumulateGrad", "ReceiveBackward", "BroadcastBackward"}
-"""The nodes of parameters and of their copies."""
+"""The nodes of parameters and of their copies. Other leaf tensors have ``AccumulateGrad``, too."""
 
 
 class UnclearError(Exception):
@@ -144,13 +144,12 @@ def composition_of(
                         stack.append((own, [*map(operator.mul, factors, by)], paths))
             except UnclearError as error:
                 found.kinds.add("mean")  # the term is averaged
-                # Averaging is exact if the term is the same on all replicas. A constant factor such
-                # as 0.1 may be 1 / chunk size, and so depend on the split.
-                is_by_size = not are_equal(factors) or _is_one([factors[0] * max(sizes)])
-                if any(paths) or is_by_size or not _is_of_parameters(nodes):
+                # Averaging is exact if the term is the same on all replicas. In even splits, any
+                # factor other than 1 may depend on the chunk size.
+                is_constant = are_equal(factors) and (len({*sizes}) > 1 or _is_one(factors))
+                if any(paths) or not is_constant or not _is_of_parameters(nodes):
                     found.unclear = found.unclear or str(error)
-    if len(found.kinds) > 1:
-        found.unclear = found.unclear or "it adds means to sums over samples"
+    found.unclear = found.unclear or "it adds means to sums over samples" * (len(found.kinds) > 1)
     return found
 
 
@@ -296,29 +295,31 @@ def _scaled(nodes: Sequence[Any], arguments: Mapping[Any, str]) -> tuple[Edges, 
     places = tuple(memory_of(one) for one in divisors if isinstance(one, Tensor))
     if places in arguments:
         return inputs[0], arguments[places]
-    if name == "Mul" and len(inputs) == 2:
-        others = [own for own in inputs if not _is_of_parameters([node for node, _ in own])]
-        return (others[0], "") if len(others) == 1 else None
-    return None
+    others = [own for own in inputs if name != "Mul" or not _is_of_parameters([n for n, _ in own])]
+    return (others[0], "") if len(others) == 1 < len(inputs) else None
 
 
 def _is_of_parameters(nodes: Sequence[Any]) -> bool:
     """Return whether tensors are computed from parameters alone, and by the same known operators.
 
     Then the tensors are the same on all replicas. They may not be if an operator has an input
-    without an autograd graph, because this input may be computed from the samples.
+    without an autograd graph, or an input that is another leaf tensor on each replica, because such
+    an input may be computed from the samples.
 
     Args:
         nodes: for each replica, the autograd node of the operator that computed its tensor.
     """
-    found = [tuple(nodes)]
+    found, seen = [tuple(nodes)], set[Any]()
     for own in found:
-        operators = {(_operator_name(node), _saved(node, "exponent")) for node in own}
-        if not {name for name, _ in operators} <= _PARAMETERS:
-            if len(operators) > 1 or not _COMPUTES.fullmatch(operators.pop()[0]):
-                return False
-            inputs = zip(*([n for n, _ in node.next_functions] for node in own), strict=True)
-            found += [one for one in inputs if one not in found]
+        steps = {(_operator_name(n), getattr(n, "variable", _saved(n, "exponent"))) for n in own}
+        names = {name for name, _ in steps}
+        if names <= _PARAMETERS and len(steps) == len(names):
+            continue
+        if len(steps) > 1 or not _COMPUTES.fullmatch(names.pop()):
+            return False
+        inputs = {*zip(*([n for n, _ in node.next_functions] for node in own), strict=True)} - seen
+        seen |= inputs
+        found += inputs
     return True
 
 

@@ -242,9 +242,9 @@ class Call:
             nodes = [tuple(one.value.grad_fn for one in own) for own in rows]
             counted = {own: (i, rows[i][0].kind) for i, own in enumerate(nodes)}
             arguments = {
-                tuple(memory_of(one) for _, one in own): own[0][0]
+                tuple(memory_of(t) for _, t in own): own[0][0]
                 for own in zip(*map(nested.leaves, self.arguments), strict=False)
-                if all(isinstance(one, Tensor) and one.numel() == 1 for _, one in own)
+                if all(isinstance(t, Tensor) and t.numel() == 1 and not t.is_sparse for _, t in own)
             }
             loss = composition_of(outputs, self.chunk_sizes, counted, arguments)
         elif form != known:
