@@ -228,6 +228,7 @@ def report_command(
         raise ArgumentError("--fail needs --against, the report to compare with")
     report = load_report(file)
     arguments.check_outputs(file, html, markdown, json_file)
+    arguments.check_outputs(against, html, markdown, json_file)
     console.write(html, report_html, report)
     console.write(markdown, report_markdown, report)
     if against is None:
@@ -235,7 +236,6 @@ def report_command(
         if html is markdown is json_file is None:
             console.show(report, None, None)
         return
-    arguments.check_outputs(against, html, markdown, json_file)
     older = load_report(against)
     compared = compare_reports(older, report, limits)
     if arguments.STDOUT not in (html, markdown, json_file):

@@ -179,12 +179,11 @@ class BalancedTrainer(Trainer):
         self.parallel_model.autocast_dtype = AUTOCAST_DTYPES.get(self.accelerator.mixed_precision)
         return self.parallel_model
 
-    def compute_loss(  # type: ignore[override]  # Trainer's method names each argument
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of the whole batch, as ``Trainer.compute_loss`` does."""
-        with self._gathering(not return_outputs, {"compute_loss"}):
-            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        returns_outputs = args[0] if args else kwargs.get("return_outputs")
+        with self._gathering(not returns_outputs, {"compute_loss"}):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``Trainer.evaluation_loop``, with weights copied to the devices only once."""

@@ -232,6 +232,7 @@ def test_logits_gather_only_if_they_are_needed(gathered, tmp_path):
     gathered.clear()
     trainer.predict(trainer.eval_dataset)
     assert gathered == [{"loss", "logits"}] * 2
+    trainer.compute_loss(trainer.model, next(iter(trainer.get_eval_dataloader())), True, None)
 
 
 @pytest.mark.parametrize(
