@@ -367,7 +367,7 @@ def _is_one(numbers: Sequence[float]) -> bool:
 
 def _follow(counts: Sequence[int], sizes: Sequence[int]) -> bool:
     """Return whether ``counts``, one for each replica, are in proportion to the chunk sizes."""
-    return [n * sizes[0] for n in counts] == [size * counts[0] for size in sizes]
+    return len({*map(operator.truediv, counts, sizes)}) == 1
 
 
 def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
@@ -386,7 +386,7 @@ def _operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
     name: str = node.name().rpartition("::")[2] if node else ""
     # The node of a custom function Mul is MulBackward. Shortened, it would look like an operator.
-    return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
+    return name if isinstance(node, BackwardCFunction) else name.rpartition("Backward")[0] or name
 
 
 def _dims_of(node: Any) -> Sequence[int]:
@@ -446,4 +446,4 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
 def _axes(shapes: Iterable[Sequence[int]], sizes: Sequence[int]) -> set[int]:
     """Return the dimensions whose lengths on the replicas are in proportion to the chunk sizes."""
     lengths = enumerate(zip(*shapes, strict=False))
-    return {axis for axis, own in lengths if own[0] and _follow(own, sizes)}
+    return {axis for axis, own in lengths if len({*own}) > 1 and _follow(own, sizes)}
