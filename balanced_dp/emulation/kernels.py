@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .ledger import Label
-from .machine import Machine, current_machine, is_in_backward, label_of_results
+from .machine import Machine, current_machine, is_in_backward, labels_of_results
 from .symbolic import CPU, META, is_known, is_unknown_dtype, require_known
 from .tensor import (
     HANDLERS,
@@ -182,7 +182,7 @@ def _copy_label(source: EmulatedTensor, index: int, machine: Machine) -> Label:
     - ``source`` is on device 0, which scatters inputs: "input".
     - ``source`` is on any other device: "gathered output".
     """
-    label = label_of_results(machine)
+    (label,) = labels_of_results(machine)
     if label is Label.GRADIENT:
         set_label(source, label)
         return label

@@ -166,32 +166,27 @@ class Machine:
             return dict(+self._copied_bytes)
 
 
-def label_of_results(machine: Machine) -> Label:
-    """Return the label (use of memory, such as activation) of the running operator's results.
+def labels_of_results(machine: Machine, num_results: int = 1) -> list[Label]:
+    """Return the label (use of memory, such as activation) of each result of the running operator.
 
-    During a backward pass, the label is "gradient" if all results of the running autograd node are
-    gradients of leaf tensors, or if this node adds a gradient to the ``grad`` of a leaf tensor.
-    Otherwise, the label is "other" in an optimizer's ``step``, and "activation" elsewhere.
-    """
-    if is_in_backward():
-        kinds = {*_targets()} - {"NoneType"}
-        if kinds and kinds <= _LEAF_NODES:
-            return Label.GRADIENT
-    return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
-
-
-def leaf_gradients(results: list[Any]) -> list[Any]:
-    """Return those of an operator's results that are gradients of leaf tensors.
-
+    During a backward pass, all labels are "gradient" if all results of the running autograd node
+    are gradients of leaf tensors, or if this node adds a gradient to the ``grad`` of a leaf tensor.
     An autograd node often computes all its results with one operator, as the node of a convolution
     does. So if the operator has as many results as the running node, its results are taken for
-    those of the node. If gradients are enabled, the returned list is empty, because the operator
-    may then belong to a forward pass that checkpointing computes again.
+    those of the node, and the gradients of leaf tensors among them have the label "gradient". But
+    if gradients are enabled, they have not, because the operator may then belong to a forward pass
+    that checkpointing computes again.
+
+    All other labels are "other" in an optimizer's ``step``, and "activation" elsewhere.
     """
-    targets = [] if torch.is_grad_enabled() or not is_in_backward() else _targets()
-    if len(targets) != len(results):
-        return []
-    return [result for result, to in zip(results, targets, strict=True) if to in _LEAF_NODES]
+    labels = [Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION] * num_results
+    targets = _targets() if is_in_backward() else []
+    if not _LEAF_NODES.isdisjoint(targets):
+        if _LEAF_NODES.issuperset({*targets} - {"NoneType"}):
+            return [Label.GRADIENT] * num_results
+        if len(targets) == num_results and not torch.is_grad_enabled():
+            return [Label.GRADIENT if to in _LEAF_NODES else labels[0] for to in targets]
+    return labels
 
 
 def is_in_backward() -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from ..errors import EmulationError
 from .ledger import Allocation, Label
-from .machine import DEVICES, Machine, current_machine, label_of_results, leaf_gradients
+from .machine import DEVICES, Machine, current_machine, labels_of_results
 from .symbolic import (
     CPU,
     META,
@@ -226,7 +227,7 @@ class Operator:
             if isinstance(value, list):  # torch increments _version only of tensors outside lists
                 torch.autograd.graph.increment_version(t for t in value if not t.is_inference())
             elif value is not None and (not self.keeps_shapes or value.is_sparse):
-                value.data = wrap_elem(value._elem, machine, index, wrapped.label)
+                value.data = wrap_elem(value._elem, machine, index, *labels_of_results(machine))
         return wrapped.wrap(out, index)
 
 
@@ -278,12 +279,11 @@ class Wrapped:
     replaces the tensors in the output by emulated tensors.
     """
 
-    __slots__ = ("_index", "_other", "by_elem", "func", "label", "machine")
+    __slots__ = ("_index", "_other", "by_elem", "func", "machine")
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func = func
         self.machine = current_machine()
-        self.label = label_of_results(self.machine)
         self.by_elem: dict[int, EmulatedTensor] = {}
         self._index = -1
         self._other: torch.Tensor | None = None
@@ -327,26 +327,26 @@ class Wrapped:
             )
         return self._index
 
-    def wrap(self, out: Any, index: int | None = None) -> Any:
+    def wrap(self, out: Any, index: int | None = None, label: Label | None = None) -> Any:
         """Return ``out``, an operator's output, with each tensor replaced by an emulated tensor.
 
         If the operator returned one of its arguments, the result is the emulated tensor that was
         passed as this argument. Other tensors are wrapped in new tensors on the device ``index``,
-        by default the device of the arguments.
+        by default the device of the arguments. Their memory is labelled with ``label``, by default
+        the label that ``labels_of_results`` returns.
         """
         index = self.index if index is None else index
         if isinstance(out, torch.Tensor):
+            label = label or labels_of_results(self.machine)[0]
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
-                wrapper = wrap_elem(out, self.machine, index, self.label)
-            if self.label is Label.GRADIENT:  # out may be a view of memory with another label
-                set_label(wrapper, self.label)
+                wrapper = wrap_elem(out, self.machine, index, label)
+            if label is Label.GRADIENT:  # out may be a view of memory with another label
+                set_label(wrapper, label)
             return wrapper
         if type(out) in (tuple, list):
-            results = [self.wrap(item, index) for item in out]
-            for gradient in leaf_gradients(results):
-                set_label(gradient, Label.GRADIENT)
-            return type(out)(results)
+            labels = labels_of_results(self.machine, len(out))
+            return type(out)([self.wrap(*one) for one in zip(out, repeat(index), labels)])
         return out
 
 
