@@ -1,4 +1,4 @@
-"""Compare the best options (measured ways to train a batch) of two reports."""
+"""Compare the best options (ways to train a batch, with measurements) of two reports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Comparison:
 def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Comparison, ...]:
     """Compare the best options of two reports, metric by metric.
 
-    An option is a measured way to train a batch. The metrics are the keys of ``METRICS``.
+    An option is a way to train a batch, with its measurements. The metrics are the keys of
+    ``METRICS``.
 
     Args:
         before: the first report.

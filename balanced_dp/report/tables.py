@@ -99,7 +99,8 @@ def _fullest(option: Option, report: Report) -> str:
 def option_table(report: Report) -> TextTable:
     """Return a table of the ranked options of a report, the best option first.
 
-    An option is a measured way to train a batch. The report must have at least one ranked option.
+    An option is a way to train a batch, with its measurements. The report must have at least one
+    ranked option.
     """
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
@@ -207,7 +208,7 @@ def use_table(
     Adjacent devices with equal values share a column.
 
     Args:
-        option: the option (a measured way to train a batch) whose memory is shown.
+        option: the option (a way to train a batch, with its measurements) whose memory is shown.
         budgets: the bytes that each device may hold. None means not to show how full devices are.
         even: the option with the even split, whose peaks are shown for comparison. They are left
             out if the even split ran out of memory, or if it is the split of ``option``.

@@ -1,4 +1,4 @@
-"""Define ``Option``, a measured way to train a batch, and rank the options that fit in memory."""
+"""Define ``Option``: a way to train a batch, with its measurements. Rank options that fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..search import Split, utilizations
 from ..split import EQUAL, even_share, split_batch
 
 Goal = Literal["speed", "headroom", "batch"]
-"""What makes an option (a measured way to train a batch) the best option.
+"""What makes an option (a way to train a batch, with its measurements) the best option.
 
 - ``"speed"``: the device with the most samples has as few samples as possible.
 - ``"headroom"``: the fullest device is as little full as possible.
@@ -138,9 +138,10 @@ class Option:
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
     """Return the option with the largest batch that fits in memory when trained like ``option``.
 
-    An option is a measured way to train a batch. ``Option.features`` lists its features: an uneven
-    split, the loss on each device, parameters spread over all devices. The result has the features
-    of ``option``, or only some of them. The split of ``option`` limits the split of the result:
+    An option is a way to train a batch, with its measurements. ``Option.features`` lists its
+    features: an uneven split, the loss on each device, parameters spread over all devices. The
+    result has the features of ``option``, or only some of them. The split of ``option`` limits the
+    split of the result:
 
     - If ``option`` has the even split, the result has the even split, too.
     - If ``option`` has a ``gpu0_bsz``, the result may have any ``gpu0_bsz``, or the even split.
@@ -162,10 +163,10 @@ def ranked(
 ) -> list[Option]:
     """Return the best of the options that fit in memory, in descending order of merit.
 
-    An option is a measured way to train a batch. The options for ``batch_size`` samples that fit
-    are divided into groups. The options of a group have the same ``gather`` and ``spread``. They
-    differ only in ``gpu0_bsz``, or only in ``device_weights``. From each group, two options are
-    considered:
+    An option is a way to train a batch, with its measurements. The options for ``batch_size``
+    samples that fit are divided into groups. The options of a group have the same ``gather`` and
+    ``spread``. They differ only in ``gpu0_bsz``, or only in ``device_weights``. From each group,
+    two options are considered:
 
     - the option with the most samples on device 0. If the options of the group differ only in
       ``gpu0_bsz``, this is the fastest one.

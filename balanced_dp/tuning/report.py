@@ -1,4 +1,4 @@
-"""Define ``Report``: the measured ways to train a workload or script, and which one is best."""
+"""Define ``Report``: measurements of several ways to train, and which of them is the best."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def _version(package: str) -> str:
 class Report:
     """All measurements of a workload or a script, and the choice of the best option.
 
-    A workload is a model with its batches, its loss and its optimizer. An option is a measured way
-    to train a batch: a split of the batch over the devices, with ``gather`` and ``spread`` as in
-    ``BalancedDataParallel``.
+    A workload is a model with its batches, its loss and its optimizer. An option is a way to
+    train a batch, with its measurements: a split of the batch over the devices, and ``gather`` and
+    ``spread`` as in ``BalancedDataParallel``.
 
     Attributes:
         schema: the version of the fields of this class.

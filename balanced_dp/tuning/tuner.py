@@ -88,10 +88,10 @@ def tune(
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its own samples.
         spread: whether to spread parameters, gradients and optimizer state over all devices.
-        goal: how the options (the measured ways to train) are ranked. In the best option for
-            ``"speed"``, the device with the most samples has as few samples as possible. For
-            ``"headroom"``, the fullest device is as little full as possible. For ``"batch"``, the
-            batch is as large as possible. The default is ``"speed"``, or ``"headroom"`` for
+        goal: how the options (ways to train, with their measurements) are ranked. In the best
+            option for ``"speed"``, the device with the most samples has as few samples as possible.
+            For ``"headroom"``, the fullest device is as little full as possible. For ``"batch"``,
+            the batch is as large as possible. The default is ``"speed"``, or ``"headroom"`` for
             emulated devices without ``capacities``.
         with_alternatives: whether to also measure with the loss on each device (``gather=False``),
             and with parameters spread over all devices (``spread=True``).

@@ -23,7 +23,7 @@ from ..emulation.machine import is_emulated
 from ..memory.probe import MemoryProbe
 from ..memory.units import format_bytes
 from ..parallel.data_parallel import BalancedDataParallel
-from ..split import even_share
+from ..split import as_integer, even_share
 from ..tuning.models import TokenTransformer
 from ..tuning.report import RESERVE, Provenance
 from ..tuning.step import measure_step
@@ -124,7 +124,8 @@ def validate(
         on_check: a function that is called with each ``Check``, as soon as it is made.
 
     Raises:
-        ArgumentError: there is no workload of the name ``workload``.
+        ArgumentError: ``num_devices`` is below 1, or there is no workload of the name ``workload``.
+        ArgumentTypeError: ``num_devices`` is not an integer.
     """
     checks: list[Check] = []
     trained = find_workload(workload)
@@ -154,7 +155,8 @@ def _opened(
     """
     found = [] if emulate else resolve_devices(None)
     if len(found) == 1:
-        return nullcontext(found * (num_devices or 4))
+        num_replicas = 4 if num_devices is None else num_devices
+        return nullcontext(found * as_integer("num_devices", num_replicas, minimum=1))
     return training_devices(num_devices, emulate=emulate)
 
 

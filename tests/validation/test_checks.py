@@ -31,8 +31,8 @@ def test_distinct_devices(stand_in):
     result = validate(2, workload=WORKLOAD, on_check=seen.append)
     assert tuple(seen) == result.checks
     assert result.devices == "stand_in:0 stand-in, stand_in:1 stand-in"
-    parts = [check.part for check in result.checks]
-    assert parts == [*["gradients"] * 2, *["memory"] * 3, "time"]  # the stand-in has no NVML
+    # The stand-in has no NVML.
+    assert [one.part for one in result.checks] == [*["gradients"] * 2, *["memory"] * 3, "time"]
     assert result.gradients_are_right
     assert all(check.value.endswith("%") for check in result.checks if check.part == "memory")
     step = result.checks[-1]
@@ -44,6 +44,8 @@ def test_replicas_that_share_a_device(stand_in, monkeypatch):
     result = validate(2, workload=WORKLOAD)
     assert result.devices == "stand_in:0 stand-in, stand_in:0 stand-in"
     assert result.gradients_are_right and len(result.checks) == 6
+    with pytest.raises(ValueError, match="num_devices must be at least 1, got 0"):
+        validate(0, workload=WORKLOAD)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +77,7 @@ def test_gradients_on_emulated_devices(no_accelerator):
     result = validate(2)
     assert [check.part for check in result.checks] == ["gradients"] * 2
     assert result.markdown().startswith("### balanced-dp validate: 2 emulated devices\n\npython ")
-    end = "All gradients and outputs equal those of one device. Memory and time need a GPU."
-    assert str(result).endswith(end)
+    assert str(result).endswith("equal those of one device. Memory and time need a GPU.")
 
 
 @pytest.mark.slow
