@@ -91,6 +91,7 @@ def run(
 
     In the script, nn.DataParallel becomes BalancedDataParallel. If the script uses
     BalancedDataParallel itself, --gpu0-bsz replaces its gpu0_bsz. The report goes to stderr.
+    The script reads and writes its own files as always, such as checkpoints.
     """
     from . import console
     from .run import run_and_measure
@@ -226,20 +227,19 @@ def report_command(
 
     if limits and against is None:
         raise ArgumentError("--fail needs --against, the report to compare with")
-    report = load_report(file)
+    report, older = load_report(file), None if against is None else load_report(against)
     arguments.check_outputs(file, html, markdown, json_file)
     arguments.check_outputs(against, html, markdown, json_file)
+    compared = () if older is None else compare_reports(older, report, limits)
     console.write(html, report_html, report)
     console.write(markdown, report_markdown, report)
-    if against is None:
+    if older is None:
         console.write(json_file, report_json, report)
         if html is markdown is json_file is None:
             console.show(report, None, None)
         return
-    older = load_report(against)
-    compared = compare_reports(older, report, limits)
-    if arguments.STDOUT not in (html, markdown, json_file):
-        console.print_parts(console.open_console(), [comparison_table(older, report, compared)])
+    output = console.open_console(stderr=arguments.STDOUT in (html, markdown, json_file))
+    console.print_parts(output, [comparison_table(older, report, compared)])
     console.write(json_file, console.as_json, [asdict(found) for found in compared])
     if any(found.failed for found in compared):
         raise typer.Exit(1)
@@ -324,11 +324,14 @@ def demo(
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
+    import torch
+
     from ..report import report_json
     from . import console
     from . import demo as demos
 
     arguments.check_outputs(json_file)
+    torch.set_num_threads(1)  # on a busy machine, threads of small operators wait for each other
     with console.open_console(stderr=True).status("training three times"):
         report, runs = demos.run_demo(num_devices, steps, gpu0_bsz, emulate=emulate)
     console.write(json_file, report_json, report)

@@ -157,7 +157,8 @@ def _place(call: WrappedAt) -> str:
 def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
     """Return a sentence that says why the run of a script gave no measurements to compare."""
     if loop.highest is None:
-        return "Nothing was measured: the script ran no forward pass with gradients."
+        why = "the script ran no forward pass with gradients"
+        return f"Nothing was measured: {why}. Did it resume from a checkpoint of the last epoch?"
     if len(loop.devices) < 2:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.batch_size:

@@ -142,7 +142,8 @@ def lines(report: Report) -> str:
             texts.append("from balanced_dp import BalancedDataParallel")
         texts += report.assignments(option)
         if not option.gather and not report.is_script:  # a script with gather=False has this line
-            texts.append("criterion = BalancedCriterion(criterion)")
+            evaluation = "  # in evaluation: model(...).gather()"
+            texts.append(f"criterion = BalancedCriterion(criterion){evaluation}")
     return "\n".join(texts)
 
 
@@ -158,13 +159,9 @@ def summary(report: Report) -> Iterator[str]:
         yield "Put all steps from outputs to loss, also reshapes, in the criterion: docs/loss.md."
     if report.is_trainer:
         yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
-    # gather=False is suggested only if it would save memory. If forward returns the loss, as with
-    # BalancedTrainer in training, little is gathered.
-    part = report.best.uses[0].get("gathered output", 0) / (report.best.peak_bytes[0] or 1)
-    others = [f"gather=False (outputs fill {part:.0%} of device 0: docs/loss.md)"] * (part > 0.01)
-    others += ["spread=True (parameters on all devices: docs/step.md)"] * (not report.best.spread)
-    if report.is_script and others:
-        yield f"Not measured: {' and '.join(others)}. To try, change the script and run it again."
+    if report.is_script and report.not_tried:
+        others = " and ".join(report.not_tried)
+        yield f"Not measured: {others}. To try, change the script and run it again."
 
 
 # Tables of what was measured.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import math
 import os
 import platform
 import shlex
@@ -138,8 +137,8 @@ class Report:
             number of samples in the script's largest batch.
         capacity_bytes: the capacity of each device.
         has_capacity: whether ``capacity_bytes`` were given by the user or reported by accelerators.
-            Otherwise each capacity is the highest peak of the even split, rounded up to whole MiB.
-            If the even split was not measured, the first option is used instead of the even split.
+            Otherwise each capacity is the highest peak of the even split. If the even split was not
+            measured, the first option is used instead of the even split.
         reserve_bytes: the bytes of each device to keep free for CUDA's context and for workspaces
             of libraries, which the measured peaks do not include.
         goal: how the options are ranked: ``"speed"``, ``"headroom"`` or ``"batch"``, as in
@@ -186,8 +185,8 @@ class Report:
             options: the measured options, at least one. The report's ``batch_size`` is the batch
                 size of the first option.
             capacities: the capacity of each device in bytes. If this is None, each capacity is the
-                highest peak of the even split, rounded up to whole MiB. If the even split was not
-                measured, the first option is used instead of the even split.
+                highest peak of the even split. If the even split was not measured, the first option
+                is used instead of the even split.
             reserve: the bytes of each device to keep free.
             goal: how the options are ranked; None means ``"speed"``, or ``"headroom"`` if
                 ``capacities`` is None.
@@ -199,7 +198,7 @@ class Report:
         has_capacity = capacities is not None
         if capacities is None:
             even = next((option for option in options if option.is_even), options[0])
-            capacities = [math.ceil(max(1, *even.peak_bytes) / 2**20) * 2**20] * len(devices)
+            capacities = [max(1, *even.peak_bytes)] * len(devices)
         return cls(
             provenance=Provenance.of(devices),
             mode=mode,
@@ -280,6 +279,23 @@ class Report:
     def is_script(self) -> bool:
         """Whether a script was measured, not a workload."""
         return self.is_trainer or bool(self.wrapped_at)
+
+    @property
+    def not_tried(self) -> list[str]:
+        """Changes of a script that may save memory of device 0, but that ``run`` does not measure.
+
+        One of them is ``gather=False``, which saves nothing if forward returns the loss. So it is
+        listed only if gathered outputs fill more than 1 % of device 0, or if device 0 is the
+        fullest even without samples.
+        """
+        best = self.best
+        part = best.uses[0].get("gathered output", 0) / (best.peak_bytes[0] or 1)
+        is_full = not best.chunk_sizes[0] and not bottleneck(best, self.budgets)[0]
+        why = "if the script, and not forward, computes the loss"
+        why = f"outputs fill {part:.0%} of device 0" if part > 0.01 else why
+        may_help = part > 0.01 or (is_full and best.gather and not self.is_trainer)
+        found = [f"gather=False ({why}: docs/loss.md)"] * may_help
+        return found + ["spread=True (parameters on all devices: docs/step.md)"] * (not best.spread)
 
     @property
     def line(self) -> str:

@@ -74,7 +74,7 @@ def tune(
         capacities: the capacity of each device in bytes. If a step needs more than the capacity of
             an emulated device, the step is measured, but counts as not fitting. By default, the
             capacity of an accelerator is its total memory. The default capacity of each emulated
-            device is the highest peak of the even split, rounded up to whole MiB.
+            device is the highest peak of the even split.
         reserve: the bytes of each device to keep free. The default is 1 GiB, for CUDA's context and
             workspaces of libraries. For emulated devices without ``capacities``, the default
             is 0.

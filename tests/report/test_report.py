@@ -171,6 +171,10 @@ def test_a_script_has_a_criterion_or_trainer():
     apart = [replace(option, gather=False) for option in (EVEN, SMALLER)]  # it has a criterion, too
     shown = report_of(apart, [90] * 2, wrapped_at=(place,))
     assert "Criterion" not in tables.lines(shown) + " ".join(tables.summary(shown))
+    full = option((0, 16), (90, 50))  # gather=False may help, as device 0 is full without samples
+    for one, helps in ((full, True), (replace(full, gather=False), False), (SMALLER, False)):
+        text = " ".join(tables.summary(report_of([one], [99] * 2, wrapped_at=(place,))))
+        assert ("Not measured: gather=False (if the script, and not" in text) == helps
     by_trainer = report_of([EVEN, SMALLER], [100] * 2, is_trainer=True)
     first, last = tables.lines(by_trainer).split("# option 2\n")
     assert first == "# option 1\ntrainer = Trainer(...)  # unchanged\n"
