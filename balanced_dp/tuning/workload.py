@@ -130,7 +130,8 @@ def find_workload(target: str) -> Workload:
         ) from error
     if not isinstance(workload, Workload):
         raise ArgumentTypeError(
-            f"{target} must return a balanced_dp.Workload, but returned {type(workload).__name__}"
+            f"{target} must return a balanced_dp.Workload, but returned {type(workload).__name__}; "
+            "to measure a script, use balanced-dp run"
         )
     return replace(workload, name=target) if workload.name == _UNNAMED else workload
 
