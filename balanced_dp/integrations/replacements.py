@@ -103,7 +103,7 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 
 
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
-    """Return a spec of ``transformers.trainer`` that derives trainers from ``BalancedTrainer``.
+    """Return an import spec of ``transformers.trainer`` that patches ``Trainer``.
 
     For any other module, return None. This function is the ``find_spec`` of a finder in
     ``sys.meta_path``. An import with this spec executes the module, and then replaces

@@ -46,9 +46,9 @@ class Gather:
       of the chunk. Outputs are joined item by item, like the containers below.
     - With chunks of different sizes, the items of a list or tuple of this length are taken for
       entries. With chunks of equal size, the items of a tuple are taken for outputs. The items of a
-      list are taken for outputs in three cases: the list is equal on all replicas, it contains a
-      tensor whose batch dimension has the chunk size, or it contains tensors that all have one
-      element. In all other cases, they are taken for entries.
+      list are taken for outputs if the list is equal on all replicas, if it has a tensor whose
+      batch dimension has the chunk size, or if it has tensors and each of them has one element. In
+      all other cases, they are taken for entries.
     - A list whose items are taken for outputs causes a warning, since the items may be entries. A
       list of one item causes no warning, unless the item is a dictionary.
     - Other containers are joined item by item: each item of the result is joined from the items

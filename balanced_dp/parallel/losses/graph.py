@@ -300,11 +300,11 @@ def _scaled(nodes: Sequence[Any], arguments: Mapping[Any, str]) -> tuple[Edges, 
 
 
 def _is_of_parameters(nodes: Sequence[Any]) -> bool:
-    """Return whether tensors are computed from parameters alone, and by the same known operators.
+    """Return whether replicas computed a tensor from parameters alone, by the same known operators.
 
-    Then the tensors are the same on all replicas. They may not be if an operator has an input
-    without an autograd graph, or an input that is another leaf tensor on each replica, because such
-    an input may be computed from the samples.
+    Then the tensor is the same on all replicas. It may not be if an operator has an input without
+    an autograd graph, or an input that is another leaf tensor on each replica, because such an
+    input may be computed from the samples.
 
     Args:
         nodes: for each replica, the autograd node of the operator that computed its tensor.
