@@ -228,8 +228,8 @@ def report_command(
     if limits and against is None:
         raise ArgumentError("--fail needs --against, the report to compare with")
     report, older = load_report(file), None if against is None else load_report(against)
-    arguments.check_outputs(file, html, markdown, json_file)
-    arguments.check_outputs(against, html, markdown, json_file)
+    for read in (file, against):
+        arguments.check_outputs(read, html, markdown, json_file)
     compared = () if older is None else compare_reports(older, report, limits)
     console.write(html, report_html, report)
     console.write(markdown, report_markdown, report)
@@ -331,9 +331,11 @@ def demo(
     from . import demo as demos
 
     arguments.check_outputs(json_file)
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, threads of small operators wait for each other
     with console.open_console(stderr=True).status("training three times"):
         report, runs = demos.run_demo(num_devices, steps, gpu0_bsz, emulate=emulate)
+    torch.set_num_threads(num_threads)
     console.write(json_file, report_json, report)
     if json_file != arguments.STDOUT:
         console.print_parts(console.open_console(), demos.answer(runs))

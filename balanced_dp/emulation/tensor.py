@@ -346,7 +346,7 @@ class Wrapped:
             return wrapper
         if type(out) in (tuple, list):
             labels = labels_of_results(self.machine, len(out))
-            return type(out)([self.wrap(*one) for one in zip(out, repeat(index), labels)])
+            return type(out)(map(self.wrap, out, repeat(index), labels))
         return out
 
 

@@ -98,9 +98,8 @@ class Blueprint:
         self.places = _places(parameters + buffers, self.tensors)
         self.children = _places(self._members("_modules"), self.modules)
         own = [module.__dict__ for module in self.modules]
-        places = enumerate([*own, *_registered(HOOKS, own)])
-        items = ((i, held.items()) for i, held in places)
-        self.bound = [(i, k, v) for i, own in items for k, v in own if isinstance(v, _CARRIERS)]
+        items = ((i, d.items()) for i, d in enumerate([*own, *_registered(HOOKS, own)]))
+        self.bound = [(i, k, v) for i, held in items for k, v in held if isinstance(v, _CARRIERS)]
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
         # A replica is reused only if its reference counts show that nothing else uses it. In a
         # free-threaded build, the counts do not show this: see is_free_threaded_build.

@@ -285,16 +285,17 @@ class Report:
         """Changes of a script that may save memory of device 0, but that ``run`` does not measure.
 
         One of them is ``gather=False``, which saves nothing if forward returns the loss. So it is
-        listed only if gathered outputs fill more than 1 % of device 0, or if device 0 is the
-        fullest even without samples.
+        listed only if gathered outputs and the loss of the script fill more than 1 % of device 0.
+        If device 0 has no samples, its activations count as those of the loss.
         """
         best = self.best
-        part = best.uses[0].get("gathered output", 0) / (best.peak_bytes[0] or 1)
-        is_full = not best.chunk_sizes[0] and not bottleneck(best, self.budgets)[0]
+        outputs = best.uses[0].get("gathered output", 0) / (best.peak_bytes[0] or 1)
+        loss = best.uses[0].get("activation", 0) / (best.peak_bytes[0] or 1)
         why = "if the script, and not forward, computes the loss"
-        why = f"outputs fill {part:.0%} of device 0" if part > 0.01 else why
-        may_help = part > 0.01 or (is_full and best.gather and not self.is_trainer)
-        found = [f"gather=False ({why}: docs/loss.md)"] * may_help
+        why = f"outputs fill {outputs:.0%} of device 0" if outputs > 0.01 else why
+        saves = max(outputs, 0 if best.chunk_sizes[0] else loss) > 0.01
+        found = [f"gather=False ({why}: docs/loss.md)"] * (saves and best.gather)
+        found *= not self.is_trainer
         return found + ["spread=True (parameters on all devices: docs/step.md)"] * (not best.spread)
 
     @property

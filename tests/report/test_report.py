@@ -171,16 +171,18 @@ def test_a_script_has_a_criterion_or_trainer():
     apart = [replace(option, gather=False) for option in (EVEN, SMALLER)]  # it has a criterion, too
     shown = report_of(apart, [90] * 2, wrapped_at=(place,))
     assert "Criterion" not in tables.lines(shown) + " ".join(tables.summary(shown))
-    full = option((0, 16), (90, 50))  # gather=False may help, as device 0 is full without samples
-    for one, helps in ((full, True), (replace(full, gather=False), False), (SMALLER, False)):
-        text = " ".join(tables.summary(report_of([one], [99] * 2, wrapped_at=(place,))))
-        assert ("Not measured: gather=False (if the script, and not" in text) == helps
+    full = option((0, 16), (90, 50), uses=({"activation": 9}, {}))  # of the loss of the script
+    outputs, apart = replace(full, uses=({"gathered output": 9}, {})), replace(full, gather=False)
+    some = replace(full, chunk_sizes=(4, 12))
+    for one, why in (full, "(if the sc"), (outputs, "(outputs fill 10%"), (apart, ""), (some, ""):
+        *found, _ = report_of([one], [99] * 2, wrapped_at=(place,)).not_tried
+        assert len(found) == bool(why) and why in "".join(found)
+    assert len(report_of([full], [99] * 2, is_trainer=True).not_tried) == 1
     by_trainer = report_of([EVEN, SMALLER], [100] * 2, is_trainer=True)
     first, last = tables.lines(by_trainer).split("# option 2\n")
     assert first == "# option 1\ntrainer = Trainer(...)  # unchanged\n"
     assert last.endswith("import BalancedTrainer\ntrainer = BalancedTrainer(gpu0_bsz=6, ...)")
-    summary = " ".join(tables.summary(by_trainer))
-    assert "class Balanced(BalancedTrainer, MyTrainer)" in summary and "gather=" not in summary
+    assert "class Balanced(BalancedTrainer, MyTrainer)" in " ".join(tables.summary(by_trainer))
 
 
 def test_the_even_split_of_the_same_batch():
