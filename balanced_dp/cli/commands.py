@@ -91,7 +91,7 @@ def run(
 
     In the script, nn.DataParallel becomes BalancedDataParallel. If the script uses
     BalancedDataParallel itself, --gpu0-bsz replaces its gpu0_bsz. The report goes to stderr.
-    The script reads and writes its own files as always, such as checkpoints.
+    The script reads and writes its files, such as checkpoints, as usual.
     """
     from . import console
     from .run import run_and_measure

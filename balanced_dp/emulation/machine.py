@@ -173,9 +173,9 @@ def labels_of_results(machine: Machine, num_results: int = 1) -> list[Label]:
     are gradients of leaf tensors, or if this node adds a gradient to the ``grad`` of a leaf tensor.
     An autograd node often computes all its results with one operator, as the node of a convolution
     does. So if the operator has as many results as the running node, its results are taken for
-    those of the node, and the gradients of leaf tensors among them have the label "gradient". But
-    if gradients are enabled, they have not, because the operator may then belong to a forward pass
-    that checkpointing computes again.
+    those of the node, and the gradients of leaf tensors among them have the label "gradient". If
+    gradients are enabled, this rule does not apply, because the operator may then belong to a
+    forward pass that checkpointing computes again.
 
     All other labels are "other" in an optimizer's ``step``, and "activation" elsewhere.
     """

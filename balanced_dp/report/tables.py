@@ -142,8 +142,7 @@ def lines(report: Report) -> str:
             texts.append("from balanced_dp import BalancedDataParallel")
         texts += report.assignments(option)
         if not option.gather and not report.is_script:  # a script with gather=False has this line
-            evaluation = "  # in evaluation: model(...).gather()"
-            texts.append(f"criterion = BalancedCriterion(criterion){evaluation}")
+            texts.append("criterion = BalancedCriterion(criterion)  # evaluation: outputs.gather()")
     return "\n".join(texts)
 
 

@@ -285,17 +285,16 @@ class Report:
         """Changes of a script that may save memory of device 0, but that ``run`` does not measure.
 
         One of them is ``gather=False``, which saves nothing if forward returns the loss. So it is
-        listed only if gathered outputs and the loss of the script fill more than 1 % of device 0.
-        If device 0 has no samples, its activations count as those of the loss.
+        listed only if gathered outputs, or the activations of a device 0 without samples, fill
+        more than 1 % of device 0. Such activations come from the loss that the script computes.
         """
-        best = self.best
-        outputs = best.uses[0].get("gathered output", 0) / (best.peak_bytes[0] or 1)
-        loss = best.uses[0].get("activation", 0) / (best.peak_bytes[0] or 1)
+        best, peak = self.best, self.best.peak_bytes[0] or 1
+        outputs = best.uses[0].get("gathered output", 0) / peak
+        loss = 0 if best.chunk_sizes[0] else best.uses[0].get("activation", 0) / peak
         why = "if the script, and not forward, computes the loss"
         why = f"outputs fill {outputs:.0%} of device 0" if outputs > 0.01 else why
-        saves = max(outputs, 0 if best.chunk_sizes[0] else loss) > 0.01
-        found = [f"gather=False ({why}: docs/loss.md)"] * (saves and best.gather)
-        found *= not self.is_trainer
+        saves_memory = best.gather and not self.is_trainer and max(outputs, loss) > 0.01
+        found = [f"gather=False ({why}: docs/loss.md)"] * saves_memory
         return found + ["spread=True (parameters on all devices: docs/step.md)"] * (not best.spread)
 
     @property

@@ -385,10 +385,8 @@ def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
 def _operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
     name: str = node.name().rpartition("::")[2] if node else ""
-    # The node of a custom function Mul is MulBackward, or with a function in C++, CppNode<Mul>.
-    # Shortened, it would look like an operator.
-    is_custom = isinstance(node, BackwardCFunction) or name.endswith(">")
-    return name if is_custom else name.rpartition("Backward")[0] or name
+    # The node of a custom function Mul is MulBackward. Shortened, it would look like an operator.
+    return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
 
 
 def _dims_of(node: Any) -> Sequence[int]:
