@@ -94,7 +94,7 @@ def run(
     The script reads and writes its files, such as checkpoints, as usual.
     """
     from . import console
-    from .run import run_and_measure
+    from .run import prepare_process, run_and_measure
 
     arguments.check_outputs(json_file, html)
     if arguments.STDOUT in (json_file, html):
@@ -102,7 +102,7 @@ def run(
     if not is_module and not Path(script).is_file():
         kind = "a folder" if Path(script).is_dir() else "not a file"
         raise ArgumentError(f"{script} is {kind}; name a Python script, or a module after -m")
-    gc.freeze()  # so that the collector does not visit what the imports created
+    prepare_process()
     exit_code, report, parts = run_and_measure(
         script,
         script_arguments or (),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
+import gc
 import linecache
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +31,19 @@ from .script import is_library, run_script
 
 _REPORTED = "80GiB"
 """The capacity that emulated devices report to the script if the user gives no capacity."""
+
+_MALLOC_OPTIONS = {-1: 2**31 - 1, -2: 2**26, -3: 2**25}
+"""Values for M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD: glibc keeps what it can."""
+
+
+def prepare_process() -> None:
+    """Make emulated devices faster in this process, which runs nothing else."""
+    gc.freeze()  # so that the collector does not visit what the imports created
+    # By default, glibc returns memory to the system that the replicas' threads will need again in
+    # the next training step: a step of BERT took 5 % longer. Other C libraries have no mallopt.
+    if mallopt := sys.platform == "linux" and getattr(ctypes.CDLL(None), "mallopt", None):
+        for option, value in _MALLOC_OPTIONS.items():
+            mallopt(option, value)
 
 
 def run_and_measure(

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .ledger import Label
-from .machine import Machine, current_machine, is_in_backward, labels_of_results
+from .machine import Machine, current_machine, is_in_backward, label_of_results
 from .symbolic import CPU, META, is_known, is_unknown_dtype, require_known
 from .tensor import (
     HANDLERS,
@@ -173,8 +173,8 @@ def _copy_label(source: EmulatedTensor, index: int, machine: Machine) -> Label:
 
     The first of these cases that applies decides the label:
 
-    - The running operator makes gradients of leaf tensors: "gradient". If the label of ``source``
-      is provisional ("activation" or "other"), ``source`` gets the label "gradient", too.
+    - The running autograd node takes gradients of leaf tensors: "gradient". If the label of
+      ``source`` is provisional ("activation" or "other"), ``source`` gets this label, too.
     - The copy is on the device of ``source``: the label of the running operator's results, for
       example "activation".
     - The label of ``source`` is not provisional, for example "parameter": the same label.
@@ -182,7 +182,7 @@ def _copy_label(source: EmulatedTensor, index: int, machine: Machine) -> Label:
     - ``source`` is on device 0, which scatters inputs: "input".
     - ``source`` is on any other device: "gathered output".
     """
-    (label,) = labels_of_results(machine)
+    label = label_of_results(machine)
     if label is Label.GRADIENT:
         set_label(source, label)
         return label
@@ -205,19 +205,29 @@ def _add(self: Any, other: Any, **kwargs: Any) -> Any:
     a moment, the sum exists together with the gradients that were added. If the engine would add in
     place on CUDA, the sum does not count toward the peak at once, but when the ``DeviceLedger`` of
     the device is used next. By then, the engine has usually freed the gradients.
+
+    What the engine adds to the gradient of a leaf tensor is such a gradient, too. So if one of the
+    two tensors has the label "gradient", the other and the sum get it as well.
     """
     thread = current_machine().thread
+    is_engine = sys._getframe(2).f_code is _ENGINE  # frame 1 is __torch_dispatch__
     thread.is_adding_gradients = (
-        sys._getframe(2).f_code is _ENGINE  # frame 1 is __torch_dispatch__
+        is_engine
         and not torch.is_grad_enabled()
         and self.layout is torch.strided
         and self.untyped_storage().nbytes() == self.nbytes
         and _num_references(elem_of(self)) == _num_references(torch.empty(0, device=CPU))
     )
     try:
-        return operator(aten.add.Tensor)(self, other, **kwargs)
+        total = operator(aten.add.Tensor)(self, other, **kwargs)
     finally:
         thread.is_adding_gradients = False
+    if is_engine:
+        blocks = [a.block for t in (self, other, total) for a in allocations_of(t)]
+        if any(block.label is Label.GRADIENT for block in blocks):
+            for block in blocks:
+                block.label = Label.GRADIENT
+    return total
 
 
 def _num_references(elem: Tensor) -> int:

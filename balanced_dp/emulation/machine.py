@@ -166,27 +166,19 @@ class Machine:
             return dict(+self._copied_bytes)
 
 
-def labels_of_results(machine: Machine, num_results: int = 1) -> list[Label]:
-    """Return the label (use of memory, such as activation) of each result of the running operator.
+def label_of_results(machine: Machine) -> Label:
+    """Return the label (use of memory, such as activation) of the results of the running operator.
 
-    During a backward pass, all labels are "gradient" if all results of the running autograd node
-    are gradients of leaf tensors, or if this node adds a gradient to the ``grad`` of a leaf tensor.
-    An autograd node often computes all its results with one operator, as the node of a convolution
-    does. So if the operator has as many results as the running node, its results are taken for
-    those of the node, and the gradients of leaf tensors among them have the label "gradient". If
-    gradients are enabled, this rule does not apply, because the operator may then belong to a
-    forward pass that checkpointing computes again.
-
-    All other labels are "other" in an optimizer's ``step``, and "activation" elsewhere.
+    The label is "other" in an optimizer's ``step``. Otherwise it is "gradient" if the running
+    autograd node takes gradients of leaf tensors, and "activation" if not.
     """
-    labels = [Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION] * num_results
-    targets = _targets() if is_in_backward() else []
-    if not _LEAF_NODES.isdisjoint(targets):
-        if _LEAF_NODES.issuperset({*targets} - {"NoneType"}):
-            return [Label.GRADIENT] * num_results
-        if len(targets) == num_results and not torch.is_grad_enabled():
-            return [Label.GRADIENT if to in _LEAF_NODES else labels[0] for to in targets]
-    return labels
+    if machine.thread.in_optimizer_step:
+        return Label.OTHER
+    if is_in_backward():
+        with looking_at_nodes:
+            if type(torch._C._current_autograd_node()).__name__ in _TAKES_GRADIENTS:
+                return Label.GRADIENT
+    return Label.ACTIVATION
 
 
 def is_in_backward() -> bool:
@@ -194,26 +186,12 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_LEAF_NODES = {"AccumulateGrad", "ReceiveBackward"}
+_TAKES_GRADIENTS = {"AccumulateGrad", "BroadcastBackward"}
 """The types of autograd nodes that take gradients of leaf tensors.
 
-``AccumulateGrad`` adds a gradient to the ``grad`` of a leaf tensor. ``ReceiveBackward``, a node of
-``BalancedDataParallel``, passes on gradients that come from other devices.
+``AccumulateGrad`` adds a gradient to the ``grad`` of a leaf tensor. ``BroadcastBackward``, a node
+of ``BalancedDataParallel``, sends gradients to the device of the leaf tensors.
 """
-
-
-def _targets() -> list[str]:
-    """Return the type names of the nodes that take the results of the running autograd node.
-
-    If no node takes a result, the name for this result is "NoneType". If the running node has no
-    results, as ``AccumulateGrad``, the list holds only the name of the running node. If no node is
-    running, because autograd is adding gradients between two nodes, the list is ``["NoneType"]``.
-    Call this function only during a backward pass.
-    """
-    with looking_at_nodes:
-        node: Any = torch._C._current_autograd_node()
-        targets = [target for target, _ in node.next_functions] if node else []
-        return [type(target).__name__ for target in targets or [node]]
 
 
 def _out_of_memory(

@@ -23,7 +23,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from ..errors import EmulationError
 from .ledger import Allocation, Label
-from .machine import DEVICES, Machine, current_machine, labels_of_results
+from .machine import DEVICES, Machine, current_machine, label_of_results
 from .symbolic import (
     CPU,
     META,
@@ -227,7 +227,7 @@ class Operator:
             if isinstance(value, list):  # torch increments _version only of tensors outside lists
                 torch.autograd.graph.increment_version(t for t in value if not t.is_inference())
             elif value is not None and (not self.keeps_shapes or value.is_sparse):
-                value.data = wrap_elem(value._elem, machine, index, *labels_of_results(machine))
+                value.data = wrap_elem(value._elem, machine, index, label_of_results(machine))
         return wrapped.wrap(out, index)
 
 
@@ -333,20 +333,20 @@ class Wrapped:
         If the operator returned one of its arguments, the result is the emulated tensor that was
         passed as this argument. Other tensors are wrapped in new tensors on the device ``index``,
         by default the device of the arguments. Their memory is labelled with ``label``, by default
-        the label that ``labels_of_results`` returns.
+        the label that ``label_of_results`` returns.
         """
         index = self.index if index is None else index
+        label = label or label_of_results(self.machine)
         if isinstance(out, torch.Tensor):
-            label = label or labels_of_results(self.machine)[0]
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
                 wrapper = wrap_elem(out, self.machine, index, label)
-            if label is Label.GRADIENT:  # out may be a view of memory with another label
-                set_label(wrapper, label)
+            if label is Label.GRADIENT:  # of leaf tensors, and so are the arguments
+                for tensor in (*self.by_elem.values(), wrapper):
+                    set_label(tensor, label)
             return wrapper
         if type(out) in (tuple, list):
-            labels = labels_of_results(self.machine, len(out))
-            return type(out)(map(self.wrap, out, repeat(index), labels))
+            return type(out)(map(self.wrap, out, repeat(index), repeat(label)))
         return out
 
 

@@ -214,7 +214,6 @@ def test_copies_keep_their_use(devices):
     gradients = {"gradient": cost(module.parameters())}
     assert used(devices, 0) == weights | gradients
     assert used(devices, 1) == with_input | {"activation": cost([output])}
-    assert "gradient" in used(devices, 1, "peak")
 
 
 TEMPORARY: list[tuple[Callable[[Any], torch.optim.Optimizer], float]] = [

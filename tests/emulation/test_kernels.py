@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from balanced_dp import BalancedDataParallel
 from balanced_dp.emulation.ledger import round_up
 
 from ..at_once import at_once
@@ -69,15 +70,13 @@ def test_modes_see_torchs_operators(devices):
     assert counter.get_total_flops() == 3 * 2 * (2 * 3 * 4)
 
 
-LAYERS = lambda: nn.Linear(16, 16), lambda: nn.Conv1d(16, 16, 1), lambda: nn.LayerNorm(16)
-
-
-@pytest.mark.parametrize("make", LAYERS, ids=["linear", "convolution", "layer norm"])
-def test_gradients_count_as_such_before_they_are_accumulated(devices, make):
-    layer, found = make().to(devices[0]), []
-    layer.bias.register_hook(lambda _: found.append(devices.memory_breakdown(devices[0]).now))
-    layer(torch.ones(2, 16, 16, device=devices[0], requires_grad=True) * 1).sum().backward()
-    assert found[0]["gradient"] == sum(round_up(p.nbytes) for p in layer.parameters())
+def test_peaks_include_gradients_that_were_not_yet_accumulated(devices):
+    layer = nn.Linear(16, 16).to(devices[0])
+    gradients = sum(round_up(p.nbytes) for p in layer.parameters())
+    for number, device in enumerate(devices[:2], start=1):
+        model = BalancedDataParallel(None, layer, devices[:number])
+        peak_growth(device, model(torch.ones(8, 16, 16, device=devices[0])).sum().backward)
+        assert devices.memory_breakdown(device).peak["gradient"] == gradients
 
 
 # Random numbers.

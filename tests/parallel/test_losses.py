@@ -398,6 +398,7 @@ def test_a_masked_mean_in_a_checkpoint_is_not_computed_again():
     assert sorted(calls) == sorted(model.chunk_sizes)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_torch_is_as_it_was_after_a_call_and_in_other_threads():
     """Methods of Tensor were replaced for good, and a mock of a user came back for ever."""
     before = {owner: dict(vars(owner)) for owner in (torch, torch._C._nn, Tensor)}
@@ -414,21 +415,6 @@ def test_torch_is_as_it_was_after_a_call_and_in_other_threads():
         thread = threading.Thread(target=lambda: in_forward.append(functional.cross_entropy(o, y)))
         thread.start()
         thread.join()
-        return functional.cross_entropy(o, y)
-
-    model, bare = make(loss)
-    assert step(model, bare, True, {"x": X, "y": Y}) == (True, [])
-    assert {"cross_entropy_loss", "nll_loss_nd"} in in_forward
-    for owner, members in before.items():
-        assert {n: v for n, v in vars(owner).items() if members.get(n) is not v} == {}
-    with mock.patch("torch._C._nn.cross_entropy_loss") as replaced:
-        make(lambda n, x, o: o)[0](X)
-        assert torch._C._nn.cross_entropy_loss is replaced
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-def test_tools_that_look_at_torch_work_in_forward():
-    def loss(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
         torch.jit.script(_cross_entropy)
         torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
         assert pickle.loads(pickle.dumps(torch.sum)) is torch.sum
@@ -437,6 +423,12 @@ def test_tools_that_look_at_torch_work_in_forward():
 
     model, bare = make(loss)
     assert step(model, bare, True, {"x": X, "y": Y})[0]
+    assert {"cross_entropy_loss", "nll_loss_nd"} in in_forward
+    for owner, members in before.items():
+        assert {n: v for n, v in vars(owner).items() if members.get(n) is not v} == {}
+    with mock.patch("torch._C._nn.cross_entropy_loss") as replaced:
+        make(lambda n, x, o: o)[0](X)
+        assert torch._C._nn.cross_entropy_loss is replaced
 
 
 @pytest.mark.slow
@@ -521,14 +513,22 @@ def test_divided_entries_are_no_sum_for_an_argument():
     assert step(model, bare, True, given_to(EXACT["masked, by an argument"]))[1]
 
 
+@pytest.mark.parametrize("gpu0_bsz", [1, None])
 @pytest.mark.parametrize(
-    ("name", "first"), [("ignored", True), ("ignored", False), ("scaled", True), ("summed", False)]
+    ("name", "first"),
+    [
+        ("ignored", True),
+        ("ignored", False),
+        ("scaled", True),
+        ("in place", True),
+        ("summed", False),
+    ],
 )
-def test_cross_entropies_in_inference_mode(name, first):
+def test_cross_entropies_in_inference_mode(name, first, gpu0_bsz):
     """As Lightning evaluates: they were averaged by samples."""
     losses = {**EXACT, "summed": lambda n, x, o, ignored: loss_cases.summed(o, ignored)}
-    model, bare = make(losses[name])
-    given = given_to(losses[name])
+    model, bare = make(losses[name], gpu0_bsz)
+    given = given_to(losses[name], 12)
     for has_gradients in (first, False):
         with torch.inference_mode(not has_gradients):
             assert step(model, bare, has_gradients, given) == (True, [])
@@ -672,15 +672,6 @@ def test_evaluation_with_fewer_cross_entropies_in_a_chunk():
     assert step(model, model.module, True, {"x": X, "y": Y})[0]
     with torch.no_grad(), pytest.warns(BalanceWarning, match="no call with gradients"):
         model(X, y=Y)
-
-
-@pytest.mark.parametrize("gpu0_bsz", [1, None])
-def test_a_write_in_inference_mode(gpu0_bsz):
-    model, bare = make(EXACT["in place"], gpu0_bsz)
-    given = given_to(EXACT["in place"], 12)
-    assert step(model, bare, True, given) == (True, [])
-    with torch.inference_mode():
-        assert step(model, bare, False, given) == (True, [])
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
