@@ -49,7 +49,8 @@ class _PerThread(threading.local):
 
     current_index = 0
     """The index of the thread's current device, as ``torch.cuda.current_device()`` returns it."""
-    in_optimizer_step = False
+    optimizer_task: int | None = None
+    """The backward pass in which an optimizer's ``step`` runs; -1: in none; None: no step runs."""
     is_adding_gradients = False
 
 
@@ -169,10 +170,11 @@ class Machine:
 def label_of_results(machine: Machine) -> Label:
     """Return the label (use of memory, such as activation) of the results of the running operator.
 
-    The label is "other" in an optimizer's ``step``. Otherwise it is "gradient" if the running
-    autograd node takes gradients of leaf tensors, and "activation" if not.
+    The label is "other" in an optimizer's ``step``, but not in a backward pass that ``step`` has
+    begun, by calling its closure. Otherwise the label is "gradient" if the running autograd node
+    takes gradients of leaf tensors, and "activation" if not.
     """
-    if machine.thread.in_optimizer_step:
+    if machine.thread.optimizer_task == torch._C._current_graph_task_id():
         return Label.OTHER
     if is_in_backward():
         with looking_at_nodes:

@@ -187,11 +187,11 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    current_machine().thread.in_optimizer_step = True
+    current_machine().thread.optimizer_task = torch._C._current_graph_task_id()
 
 
 def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    current_machine().thread.in_optimizer_step = False
+    current_machine().thread.optimizer_task = None
     for state in optimizer.state.values():
         for value in state.values():
             set_label(value, Label.OPTIMIZER_STATE)

@@ -72,11 +72,11 @@ def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) ->
     """Return the chunk sizes with which all devices are estimated to be equally full.
 
     The estimate assumes that the utilization of a device (its peak divided by its budget) is a
-    linear function of its chunk size. The line goes through the measurements of the two newest
-    chunk sizes above 0. After the chunk sizes 8, 4, 8 and 6, these are 4 and 6, because 8 was first
-    measured before 4. If there is only one chunk size above 0, the line goes through the origin and
-    the measurement of this chunk size. Measurements in which any device ran out of memory are not
-    used.
+    linear function of its chunk size. Chunk sizes are taken in the order in which they were first
+    measured: if the device had chunks of 8, 4, 8 and 6 samples, the order is 8, 4, 6. The line goes
+    through the measurements of the last two, here 4 and 6. A chunk size of 0 is not used. If there
+    is only one chunk size above 0, the line goes through the origin and the measurement of this
+    chunk size. Measurements in which any device ran out of memory are not used.
 
     Args:
         told: a dict from the chunk sizes of each measurement to the utilization of each device. The

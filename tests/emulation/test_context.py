@@ -194,6 +194,9 @@ def test_a_run_is_broken_down_to_the_byte(name, symbolic, emulate):
         module.load_state_dict(loaded)
         assert used(devices) == held
 
+    optimizer.step(lambda: F.cross_entropy(module(x), target).backward())
+    assert used(devices) == held | gradients
+
 
 def test_copies_keep_their_use(devices):
     module = nn.Linear(100, 50).to(devices[0])

@@ -302,9 +302,9 @@ def _scaled(nodes: Sequence[Any], arguments: Mapping[Any, str]) -> tuple[Edges, 
 def _is_of_parameters(nodes: Sequence[Any]) -> bool:
     """Return whether replicas computed a tensor from parameters alone, by the same known operators.
 
-    Then the tensor is the same on all replicas. It may not be if an operator has an input without
-    an autograd graph, or an input that is another leaf tensor on each replica, because such an
-    input may be computed from the samples.
+    If so, the tensor is the same on all replicas. The result is False if an operator has an input
+    that may be computed from the samples: an input without an autograd graph, or a leaf tensor that
+    differs between the replicas.
 
     Args:
         nodes: for each replica, the autograd node of the operator that computed its tensor.
