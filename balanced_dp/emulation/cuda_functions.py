@@ -127,8 +127,13 @@ def _scatter(
 
 
 def _gather(tensors: Sequence[torch.Tensor], dim: int, index: int | None) -> torch.Tensor:
+    sizes, shape = [tensor.size(dim) for tensor in tensors], list(tensors[0].shape)
+    shape[dim] = sum(sizes)
     target = "cpu" if index == -1 else current_machine().index_of(index)
-    return torch.cat([tensor.to(target) for tensor in tensors], dim)
+    gathered = tensors[0].new_empty(shape, device=target)
+    for part, tensor in zip(gathered.split(sizes, dim), tensors, strict=True):
+        part.copy_(tensor)
+    return gathered
 
 
 _BY_NAMES: dict[tuple[str, ...], Callable[..., Any]] = {

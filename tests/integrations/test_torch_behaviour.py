@@ -127,3 +127,10 @@ def test_a_module_must_be_on_the_first_device(kind: str, places: list[Any], ids:
         with pytest.raises(RuntimeError, match=message):
             call(torch.ones(4, 2))
     assert [p.device for p in net.parameters()] == before
+
+
+def test_gathering_takes_the_memory_of_the_result() -> None:
+    with emulate_devices(2, as_cuda=True):
+        model, x = nn.DataParallel(nn.Identity()), torch.ones(8, 1024, device="cuda")
+        assert torch.equal(model(x), x) and torch.cuda.max_memory_allocated() == 2 * x.nbytes
+        del x
