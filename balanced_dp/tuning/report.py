@@ -288,12 +288,12 @@ class Report:
         listed only if gathered outputs, or the activations of a device 0 without samples, fill
         more than 1 % of device 0. Such activations come from the loss that the script computes.
         """
-        best, peak = self.best, self.best.peak_bytes[0] or 1
-        outputs = best.uses[0].get("gathered output", 0) / peak
-        loss = 0 if best.chunk_sizes[0] else best.uses[0].get("activation", 0) / peak
+        best, without_samples = self.best, [o for o in self.options if not o.chunk_sizes[0]]
+        outputs = best.uses[0].get("gathered output", 0) / (best.peak_bytes[0] or 1)
+        losses = (o.uses[0].get("activation", 0) / (o.peak_bytes[0] or 1) for o in without_samples)
         why = "if the script, and not forward, computes the loss"
         why = f"outputs fill {outputs:.0%} of device 0" if outputs > 0.01 else why
-        saves_memory = best.gather and not self.is_trainer and max(outputs, loss) > 0.01
+        saves_memory = best.gather and not self.is_trainer and max([outputs, *losses]) > 0.01
         found = [f"gather=False ({why}: docs/loss.md)"] * saves_memory
         return found + ["spread=True (parameters on all devices: docs/step.md)"] * (not best.spread)
 

@@ -174,8 +174,8 @@ def test_a_script_has_a_criterion_or_trainer():
     full = option((0, 16), (90, 50), uses=({"activation": 9}, {}))  # of the loss of the script
     outputs, apart = replace(full, uses=({"gathered output": 9}, {})), replace(full, gather=False)
     some = replace(full, chunk_sizes=(4, 12))
-    for one, why in (full, "(if the sc"), (outputs, "(outputs fill 10%"), (apart, ""), (some, ""):
-        *found, _ = report_of([one], [99] * 2, wrapped_at=(place,)).not_tried
+    for ones, why in ([some, full], "(if"), ([outputs], "s fill 10%"), ([apart], ""), ([some], ""):
+        *found, _ = report_of(ones, [99] * 2, wrapped_at=(place,)).not_tried
         assert len(found) == bool(why) and why in "".join(found)
     assert len(report_of([full], [99] * 2, is_trainer=True).not_tried) == 1
     by_trainer = report_of([EVEN, SMALLER], [100] * 2, is_trainer=True)
