@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.data import get_worker_info
 
 from ..emulation.machine import is_emulated
 from ..memory.breakdown import memory_breakdown
@@ -189,7 +190,8 @@ class Loop(AutoSplit):
                 self._peaks = None
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.is_grad_enabled():
+        # In the workers of a DataLoader, transforms may be modules, too.
+        if torch.is_grad_enabled() and get_worker_info() is None:
             self.begin()
             if torch.is_autocast_enabled(self.devices[0].type):
                 self.precision = str(torch.get_autocast_dtype(self.devices[0].type))

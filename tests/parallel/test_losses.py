@@ -487,12 +487,13 @@ def test_an_argument_that_equals_the_number_of_samples(size):
     [
         lambda n, x, o: rows(o).mean() + n.scale / len(x),
         lambda n, x, o: rows(o).mean() + n.scale * (len(x) + 1),
+        lambda n, x, o, mask, items: (rows(o) * mask / mask.sum()).sum() / items,
     ],
 )
-def test_a_parameter_times_another_number_on_each_device(loss):
-    """It was taken for the same on all devices, which share it."""
+def test_a_number_that_differs_between_devices(loss):
+    """It was taken for the same on all devices, which share a parameter or an argument."""
     model, bare = make(loss)
-    is_exact, told = step(model, bare, True, {"x": X})
+    is_exact, told = step(model, bare, True, given_to(loss))
     assert not is_exact and told
 
 
@@ -508,11 +509,6 @@ def test_an_argument_in_a_container_may_be_left_out():
     assert step(model, bare, True, {"x": X, "given": given}) == (True, [])
     del given["items"]
     assert "the same arguments" in step(model, bare, False, {"x": X, "given": given})[1][0]
-
-
-def test_divided_entries_are_no_sum_for_an_argument():
-    model, bare = make(lambda n, x, o, mask, items: (rows(o) * mask / mask.sum()).sum() / items)
-    assert step(model, bare, True, given_to(EXACT["masked, by an argument"]))[1]
 
 
 @pytest.mark.parametrize("gpu0_bsz", [1, None])

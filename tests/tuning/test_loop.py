@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module
+from torch.utils.data import DataLoader
 
 from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.split import even_share, split_batch
@@ -213,6 +214,11 @@ def test_one_model_after_another(devices):
             del model
             assert torch.get_device_module(devices[0]).memory_allocated(devices[0]) == 0
     assert len(loop.options) == 1
+
+
+def test_modules_in_workers_of_a_loader_begin_no_iteration(devices):
+    with Loop(None, devices, num_steps=0).recording():
+        assert len([*DataLoader(torch.ones(4), num_workers=1, collate_fn=nn.Identity())]) == 4
 
 
 def test_capacities_follow_the_devices_of_the_model(devices):
