@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module
-from torch.utils.data import DataLoader
 
 from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.split import even_share, split_batch
@@ -218,7 +217,7 @@ def test_one_model_after_another(devices):
 
 def test_modules_in_workers_of_a_loader_begin_no_iteration(devices):
     with Loop(None, devices, num_steps=0).recording():
-        assert len([*DataLoader(torch.ones(4), num_workers=1, collate_fn=nn.Identity())]) == 4
+        assert len([*torch.utils.data.DataLoader("abc", num_workers=1, collate_fn=nn.Identity())])
 
 
 def test_capacities_follow_the_devices_of_the_model(devices):
