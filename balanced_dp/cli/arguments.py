@@ -76,7 +76,7 @@ def parse_sweep(sweep: str | None) -> range:
         return range(0)
     first, _, last = sweep.partition(":")
     if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise ArgumentError(f"--sweep must be FIRST:LAST such as 0:8, got {sweep!r}")
+        raise ArgumentError(f"--sweep must be FIRST:LAST, the lower first: 0:8, not {sweep!r}")
     return range(int(first), int(last) + 1)
 
 

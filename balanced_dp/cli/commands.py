@@ -190,7 +190,7 @@ def tune(
                 goal=goal,
             )
     except SymbolicValueError as error:
-        why = f"reads values{_where(error)}, which needs --numeric: {error}"
+        why = f"reads values{_where(error)}, which needs --numeric: {str(error).partition(';')[0]}"
         raise ArgumentError(f"{target} {why}") from None
     except BalancedDataParallelError:
         raise

@@ -40,8 +40,8 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
     if not is_known(elem):
         raise SymbolicValueError(
             f"{doing} needs the value of a {elem.dtype} tensor of shape {tuple(elem.shape)}, but "
-            "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False (plan or tune "
-            "with --numeric; run without --symbolic, or end the script earlier with --steps)"
+            "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False (in "
+            "balanced-dp run, leave out --symbolic or lower --steps)"
         )
 
 

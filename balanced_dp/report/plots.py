@@ -70,7 +70,7 @@ def draw_peaks(axes: Axes, report: Report) -> None:
     axes.axhline(1, color="black", linestyle="--", linewidth=1)
     if report.best in ran:
         at = report.best.chunk_sizes[0]
-        axes.axvline(at, color="black", linestyle=":", linewidth=1, label=f"the best option: {at}")
+        axes.axvline(at, color="black", linestyle=":", linewidth=1, label=f"the best: {at}")
     percent = "percent full" if report.has_capacity else "percent of the even split's peak"
     label = f"gpu0_bsz, with batches of {report.batch_size}"
     axes.set(xlabel=label, ylabel=percent, ylim=(0, None))
@@ -97,8 +97,8 @@ def draw_uses(axes: Axes, report: Report) -> None:
     ran = {even.line: even} if even is not None and not even.out_of_memory else {}
     ran |= {f"option {number}": o for number, o in enumerate(report.ranked_options, 1)}
     others = [n for n, o in ran.items() if o is not best and o.batch_size == best.batch_size][:1]
-    sides = f"left: {others[0]}, right: option 1" if others else "option 1"
-    bars = [uses for option in (*map(ran.__getitem__, others), best) for uses in option.uses]
+    sides = f"left: option 1, right: {others[0]}" if others else "option 1"
+    bars = [uses for option in (best, *map(ran.__getitem__, others)) for uses in option.uses]
     offsets = (-0.2, 0.2) if others else (0.0,)
     positions = [device + offset for offset in offsets for device in range(report.num_devices)]
     scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))

@@ -49,8 +49,8 @@ _FIRST = {"speed": "fastest first", "headroom": "least full first", "batch": "la
 
 def answer(report: Report) -> Iterator[Part]:
     """Yield the parts of the text of a report: sentences, lines of code, and tables."""
+    yield from report.notes  # first, because a note may say that the peaks vary
     yield verdict(report)
-    yield from report.notes
     if report.ranked_options:
         yield option_table(report)
         yield Code(lines(report))
@@ -155,7 +155,7 @@ def summary(report: Report) -> Iterator[str]:
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
     if not report.is_script and not all(option.gather for option in report.ranked_options):
-        yield "Put all steps from outputs to loss, also reshapes, in the criterion: docs/loss.md."
+        yield "Put all steps from outputs to loss, also reshapes, in the criterion."
     if report.is_trainer:
         yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
     if report.is_script and report.not_tried:

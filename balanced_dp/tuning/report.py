@@ -294,8 +294,8 @@ class Report:
         why = "if the script, and not forward, computes the loss"
         why = f"outputs fill {outputs:.0%} of device 0" if outputs > 0.01 else why
         saves_memory = best.gather and not self.is_trainer and max([outputs, *losses]) > 0.01
-        found = [f"gather=False ({why}: docs/loss.md)"] * saves_memory
-        return found + ["spread=True (parameters on all devices: docs/step.md)"] * (not best.spread)
+        found = [f"gather=False with BalancedCriterion ({why})"] * saves_memory
+        return found + ["spread=True (parameters on all devices)"] * (not best.spread)
 
     @property
     def line(self) -> str:

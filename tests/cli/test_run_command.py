@@ -82,7 +82,7 @@ def test_the_answer_for_a_script(script):
         "\nWith the even split of nn.DataParallel, the batch fits: device 0 is the fullest, with ",
         "# train.py:11: model = nn.DataParallel(model)\n# option 1\nmodel = nn.DataParallel(model)",
         "# option 2\nfrom balanced_dp import BalancedDataParallel\nmodel = BalancedDataParallel(",
-        "% of device 0: docs/loss.md) and spread=True (parameters on all",
+        "% of device 0) and spread=True (parameters on all devices).",
         "What each device holds with nn.DataParallel(model)",
         "Measured values of gpu0_bsz for batches of 256, outputs gathered",
     ):

@@ -96,8 +96,8 @@ def test_unknown_values_cannot_be_read(symbolic_devices, name):
     doing = {"cpu": "copying it to the CPU", "item": "aten._local_scalar_dense.default"}
     assert re.fullmatch(
         doing.get(name, ".*") + r" needs the value of a torch\.\w+ tensor of shape \(.*\), but "
-        r"emulate_devices\(symbolic=True\) keeps shapes only; use symbolic=False \(plan or tune "
-        r"with --numeric; run without --symbolic, or end the script earlier with --steps\)",
+        r"emulate_devices\(symbolic=True\) keeps shapes only; use symbolic=False "
+        r"\(in balanced-dp run, leave out --symbolic or lower --steps\)",
         str(error.value),
     )
 

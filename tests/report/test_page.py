@@ -54,13 +54,13 @@ def test_plots_are_of_the_best_option(report, unlike):
     best, even = report.best, report.even
     assert not best.gather
     peaks, uses = report_plots(report).values()
-    assert f">the best option: {best.chunk_sizes[0]}<" in peaks
-    assert "device (left: nn.DataParallel(model), right: option 1)" in uses
+    assert f">the best: {best.chunk_sizes[0]}<" in peaks
+    assert "device (left: option 1, right: nn.DataParallel(model))" in uses
     draw_uses(axes := Figure().subplots(), report)
-    for first, option in (0, even), (report.num_devices, best):
+    for first, option in (0, best), (report.num_devices, even):
         heights = [uses.patches[first].get_height() for uses in axes.containers]
         assert sum(heights) == pytest.approx(option.peak_bytes[0] / 2**20, rel=0.05)
-    for options, bars in (report.options, "left: option 2, right: option 1"), ([even], "option 1"):
+    for options, bars in (report.options, "left: option 1, right: option 2"), ([even], "option 1"):
         fastest = replace(report, goal="speed", options=tuple(options))
         assert fastest.best is even and f"device ({bars})" in [*report_plots(fastest).values()][1]
     out = tuple(replace(o, out_of_memory="out") if o.is_even else o for o in unlike.options)

@@ -52,7 +52,7 @@ from .weights import ScalarOutputs, Tensors, joined, weight_of_chunk
 
 _REMEDY = (
     "Return its terms and combine them after the call, or return a row for each sample (with "
-    "squeeze(-1), not squeeze()), or give loss_weight or scalar_outputs: see docs/loss.md"
+    "squeeze(-1), not squeeze()), or give loss_weight or scalar_outputs"
 )
 _NOT_SHOWN = "no call with gradients and the same arguments has shown how it is computed"
 
