@@ -116,14 +116,14 @@ def option_table(report: Report) -> TextTable:
             row["loss on"] = "device 0" if option.gather else "each"
             row["weights on"] = "all" if option.spread else "device 0"
         rows.append(row)
-    return TextTable(
-        f"Options{' that fit' * report.has_capacity}, {_FIRST[report.goal]}",
-        [*rows[0]],
-        [[*row.values()] for row in rows],
-        marked=0,
-        caption="Speed is an estimate: the most samples on any device with the even split, divided "
-        "by the most with the option. A smaller gpu0_bsz costs speed.",
+    others = [o for o in report.ranked_options if report.largest_batch(o).gpu0_bsz != o.gpu0_bsz]
+    caption = (
+        "Speed is an estimate: the most samples on any device with the even split, divided by "
     )
+    caption += "the most with the option. A smaller gpu0_bsz costs speed."
+    caption += " A largest batch may need another gpu0_bsz: see --for batch." * bool(others)
+    title = f"Options{' that fit' * report.has_capacity}, {_FIRST[report.goal]}"
+    return TextTable(title, [*rows[0]], [[*row.values()] for row in rows], 0, caption)
 
 
 def lines(report: Report) -> str:
@@ -142,7 +142,9 @@ def lines(report: Report) -> str:
             texts.append("from balanced_dp import BalancedDataParallel")
         texts += report.assignments(option)
         if not option.gather and not report.is_script:  # a script with gather=False has this line
-            texts.append("criterion = BalancedCriterion(criterion)  # evaluation: outputs.gather()")
+            texts.append(
+                "criterion = BalancedCriterion(criterion)  # for metrics: outputs.gather()"
+            )
     return "\n".join(texts)
 
 

@@ -258,8 +258,12 @@ class Loop(AutoSplit):
             fact = (
                 f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
             )
-            advice = f": {'raise --steps' if was_ended else 'train for longer'}"
+            more = f"raise --steps to {max(14, 2 * num_taken)}"
+            advice = f": {more if was_ended else 'train for longer'}"
             yield f"{fact}{'' if has_failed else advice}."
+        fit = [option.fits(self.budgets) for option in self.options if self.budgets]
+        if self.wanted != "auto" and fit and not any(fit):
+            yield "Other values of gpu0_bsz were not measured: try --gpu0-bsz auto."
         compared = {(split, self.search.accumulates) for split in self.search.highest}
         ranges = [self._ranges[kind] for kind in compared & self._ranges.keys()]
         low, high = min(ranges, key=lambda r: r[0] / r[1], default=(1, 1))

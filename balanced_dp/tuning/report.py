@@ -285,15 +285,17 @@ class Report:
         """Changes of a script that may save memory of device 0, but that ``run`` does not measure.
 
         One of them is ``gather=False``, which saves nothing if forward returns the loss. So it is
-        listed only if gathered outputs, or the activations of a device 0 without samples, fill
-        more than 1 % of device 0. Such activations come from the loss that the script computes.
+        listed only if gathered outputs, or activations of the loss that the script computes, fill
+        more than 1 % of device 0. Device 0 holds the activations that are not those of its samples.
         """
-        best, without_samples = self.best, [o for o in self.options if not o.chunk_sizes[0]]
-        outputs = best.uses[0].get("gathered output", 0) / (best.peak_bytes[0] or 1)
-        losses = (o.uses[0].get("activation", 0) / (o.peak_bytes[0] or 1) for o in without_samples)
+        best = self.best
+        peak, outputs = best.peak_bytes[0] or 1, best.uses[0].get("gathered output", 0)
+        held = [use.get("activation", 0) for use in best.uses]
+        of_sample = [size / (n or 1) for size, n in zip(held, best.chunk_sizes, strict=True)][1:]
+        loss = held[0] - best.chunk_sizes[0] * max(of_sample, default=0)
         why = "if the script, and not forward, computes the loss"
-        why = f"outputs fill {outputs:.0%} of device 0" if outputs > 0.01 else why
-        saves_memory = best.gather and not self.is_trainer and max([outputs, *losses]) > 0.01
+        why = f"outputs fill {outputs / peak:.0%} of device 0" if outputs > 0.01 * peak else why
+        saves_memory = best.gather and not self.is_trainer and max(outputs, loss) > 0.01 * peak
         found = [f"gather=False with BalancedCriterion ({why})"] * saves_memory
         return found + ["spread=True (parameters on all devices)"] * (not best.spread)
 
@@ -344,7 +346,8 @@ class Report:
         least = min(option.batch_size for option in self.options)
         remedy = f"not even a batch of {least} fits"
         if least == self.batch_size > 1:  # the report of a script, whose batches are given
-            remedy = "no other batch was measured, so try a smaller one"
+            remedy = "no other batch was measured: try a smaller one"
+            remedy += ", or the changes below" * (self.is_script and bool(self.not_tried))
         states = (best.uses[0].get(use, 0) for use in ("parameter", "gradient", "optimizer state"))
         if self.is_script and not best.spread and sum(states) > self.budgets[0]:
             remedy = "device 0 cannot hold weights and optimizer state; spread=True divides them"

@@ -171,13 +171,13 @@ def test_a_script_has_a_criterion_or_trainer():
     apart = [replace(option, gather=False) for option in (EVEN, SMALLER)]  # it has a criterion, too
     shown = report_of(apart, [90] * 2, wrapped_at=(place,))
     assert "Criterion" not in tables.lines(shown) + " ".join(tables.summary(shown))
-    full = option((0, 16), (90, 50), uses=({"activation": 9}, {}))  # of the loss of the script
-    outputs, apart = replace(full, uses=({"gathered output": 9}, {})), replace(full, gather=False)
-    some = replace(full, chunk_sizes=(4, 12))
-    for ones, why in ([some, full], "(if"), ([outputs], "s fill 10%"), ([apart], ""), ([some], ""):
-        *found, _ = report_of(ones, [99] * 2, wrapped_at=(place,)).not_tried
+    more = option((4, 12), (90, 50), uses=({"activation": 5}, {"activation": 9}))  # of its loss
+    outputs, apart = replace(more, uses=({"gathered output": 9}, {})), replace(more, gather=False)
+    alike = replace(more, uses=({"activation": 3}, {"activation": 9}))
+    for one, why in (more, "(if"), (outputs, "s fill 10%"), (apart, ""), (alike, ""):
+        *found, _ = report_of([one], [99] * 2, wrapped_at=(place,)).not_tried
         assert len(found) == bool(why) and why in "".join(found)
-    assert len(report_of([full], [99] * 2, is_trainer=True).not_tried) == 1
+    assert len(report_of([more], [99] * 2, is_trainer=True).not_tried) == 1
     by_trainer = report_of([EVEN, SMALLER], [100] * 2, is_trainer=True)
     first, last = tables.lines(by_trainer).split("# option 2\n")
     assert first == "# option 1\ntrainer = Trainer(...)  # unchanged\n"
