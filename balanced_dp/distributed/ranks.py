@@ -60,11 +60,15 @@ def split_ranks(
             gradients, DistributedDataParallel's buckets, optimizer state and the CUDA context.
 
     Raises:
-        ArgumentError: an argument is out of range, or ``weights`` are not numbers. The error is
-            also raised if ``rank0_bsz``, ``weights`` and ``capacities`` are all missing, or if both
-            ``weights`` and ``capacities`` are given. Other reasons: the number of weights or
-            capacities is not ``world_size``. A device has no memory left after ``fixed_bytes``.
-            ``rank0_bsz`` leaves samples for the other ranks, but their weights are all 0.
+        ArgumentError: in each of these cases:
+
+            - An argument is out of range, or ``weights`` are not numbers.
+            - ``rank0_bsz``, ``weights`` and ``capacities`` are all missing.
+            - Both ``weights`` and ``capacities`` are given.
+            - The number of weights or capacities is not ``world_size``.
+            - The capacity of a device is not larger than ``fixed_bytes``.
+            - ``rank0_bsz`` leaves samples for the other ranks, but their weights are all 0.
+
         ArgumentTypeError: an argument other than ``weights`` is not an integer.
         ValueError: ``world_size``, ``weights`` and ``capacities`` are all missing, and there is no
             process group.

@@ -93,9 +93,9 @@ class Arrivals:
 
     Attributes:
         events: a dictionary that maps the ``id`` of a tensor, original or copy, to an event. The
-            event of a copy marks the end of this copy: wait for it before the copy is used. The
-            event of an original marks the end of all copies made from it: wait for it before the
-            original is written to.
+            event of a copy marks that its data has arrived: wait for it before the copy is used.
+            The event of an original marks that all its copies have been made: wait for it before
+            the original is written to.
         are_traced: whether ``torch.compile`` has ever traced a module whose parameters were
             possibly still being copied. Compiled code reads parameters without waiting. So once
             ``are_traced`` is True, each call of a model waits for the copies of all parameters
