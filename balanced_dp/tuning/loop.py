@@ -68,7 +68,7 @@ class Loop(AutoSplit):
 
     Attributes:
         highest: the measurement with the highest peak among all iterations so far; None before the
-            first measurement. If no iteration ended, it is one measurement of the whole time from
+            first measurement. If no iteration ended, a single measurement covers everything from
             the first forward pass in which gradients are enabled to the end of the training loop.
         num_parameters: the number of elements of all parameters of the first optimizer.
         precision: the dtype of autocast as text; None if autocast was not enabled.
