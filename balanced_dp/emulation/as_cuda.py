@@ -60,7 +60,8 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
     The wrapper translates the keyword argument ``device`` with ``to_emulated``. If ``position`` is
     given, it translates the positional argument at this position, too. The wrapper drops the
     keyword argument ``pin_memory``. If a factory, such as ``torch.empty``, is called without
-    ``device``, the wrapper passes the result of ``_default_device``, unless this result is None.
+    ``device``, and the result of ``_default_device`` is not None, the wrapper passes this result as
+    ``device``.
     """
     is_factory = function in default_device._device_constructors()
 
@@ -210,8 +211,8 @@ class Generator(torch.Generator):
     device = property(lambda self: self._device)
 
 
-# To load a tensor, torch creates an empty tensor on the device of the storage that was loaded, and
-# then sets this storage as the storage of the tensor.
+# To load a tensor, torch first loads its storage. Then torch creates an empty tensor on the device
+# of the storage, and makes the tensor use the storage.
 
 
 class StorageOnDevice(torch.UntypedStorage):
@@ -365,14 +366,15 @@ def _without_hardware(machine: Machine) -> Patches:
         # A scaler skips the step if a gradient is not finite, and symbolic gradients have shapes
         # but no values.
         torch.amp.GradScaler: {"_enabled": never} if machine.symbolic else {},
-        # With the device "cuda", each operator would print that it failed to record an event.
+        # If the profiler used the device "cuda", each operator would print that it failed to record
+        # an event.
         torch.profiler.profiler._KinetoProfile: {"use_device": never},
         # Scripts parse this version, which is None in a build without CUDA. A build with CUDA keeps
         # its version, because torchvision compares the version with that of its own build.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
         # nn.MultiheadAttention and nn.TransformerEncoder must not use their fast path: its kernels
-        # hide the memory of intermediate results, and it skips padding with nested tensors.
+        # hide the memory of intermediate results, and it converts padded batches to nested tensors.
         torch.backends.mha: {"get_fastpath_enabled": lambda: False},
     }
 

@@ -68,8 +68,8 @@ class EmulatedDevices(list[torch.device]):
 
         The uses are:
 
-        - "parameter": each ``nn.Parameter`` that an operator has used, and copies of parameters on
-          other devices.
+        - "parameter": each ``nn.Parameter`` that an operator has used, and parameters that were
+          copied from another device.
         - "buffer": the buffers of a module that was moved to the device.
         - "gradient": the gradients of leaf tensors. A gradient may count as an activation until the
           backward pass has accumulated it in ``grad``.
@@ -102,10 +102,10 @@ def emulate_devices(
     Operators compute actual values, unless ``symbolic`` is true. An operator whose tensors are on
     different devices fails as it does on CUDA.
 
-    The memory of each device is counted to the byte. A storage that several tensors share is
-    counted only once, until the last of these tensors is freed. The size of a storage is rounded up
-    to a multiple of 512 bytes, as in CUDA's allocator. ``torch.get_device_module("lazy")`` provides
-    functions that ``torch.cuda`` has, such as ``max_memory_allocated``, for the emulated devices.
+    The memory of each device is counted to the byte. A storage is counted as long as a tensor uses
+    it, and only once if several tensors share it. The size of a storage is rounded up to a multiple
+    of 512 bytes, as in CUDA's allocator. ``torch.get_device_module("lazy")`` provides functions
+    that ``torch.cuda`` has, such as ``max_memory_allocated``, for the emulated devices.
 
     Inside the context, ``nn.Module.to`` keeps the ``nn.Parameter`` objects, as on CUDA, so tied
     weights stay tied. But a parameter may be replaced if a view, a weak reference or an autograd

@@ -173,8 +173,8 @@ def _copy_label(source: EmulatedTensor, index: int, machine: Machine) -> Label:
 
     The first of these cases that applies decides the label:
 
-    - The running autograd node takes gradients of leaf tensors: "gradient". If the label of
-      ``source`` is provisional ("activation" or "other"), ``source`` gets this label, too.
+    - The running autograd node receives gradients of leaf tensors: "gradient". If the label of
+      ``source`` is provisional ("activation" or "other"), it is changed to "gradient", too.
     - The copy is on the device of ``source``: the label of the running operator's results, for
       example "activation".
     - The label of ``source`` is not provisional, for example "parameter": the same label.
@@ -206,8 +206,9 @@ def _add(self: Any, other: Any, **kwargs: Any) -> Any:
     place on CUDA, the sum does not count toward the peak at once, but when the ``DeviceLedger`` of
     the device is used next. By then, the engine has usually freed the gradients.
 
-    What the engine adds to the gradient of a leaf tensor is such a gradient, too. So if one of the
-    two tensors has the label "gradient", the other and the sum get it as well.
+    If the engine adds two gradients, they are gradients of the same tensor. If one of them has the
+    label "gradient", both are gradients of a leaf tensor. So the label of the other one and of the
+    sum is set to "gradient", too.
     """
     thread = current_machine().thread
     is_engine = sys._getframe(2).f_code is _ENGINE  # frame 1 is __torch_dispatch__
@@ -296,7 +297,7 @@ def _linear(keys: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     saves_both = input.requires_grad and weight.requires_grad and input.is_contiguous()
     has_rows = weight.dim() == 2 and weight.numel() and (bias is None or bias.dim() == 1)
     # Dispatch modes, such as that of selective checkpointing, expect torch's several operators.
-    # Forward-mode AD needs them, too, because the kernel of linear does not support it.
+    # Linear as one operator does not support forward-mode AD.
     is_seen = torch._C._len_torch_dispatch_stack() or torch.autograd.forward_ad._current_level >= 0
     # Complex inputs need torch's operators, because _linear_backward does not conjugate.
     if saves_both and has_rows and not is_seen and input.is_floating_point():
@@ -307,8 +308,8 @@ def _linear(keys: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
 def _linear_backward(input: Tensor, grad: Tensor, weight: Tensor, mask: list[bool]) -> Any:
     if not grad.is_contiguous():
         # Torch's operators copy grad, free the original, and then compute the gradients. Here
-        # autograd holds the original until this function returns. So this copy only serves to count
-        # the moment in which both exist, and is freed at once.
+        # autograd holds the original until this function returns. So this copy is freed at once. It
+        # is made only so that the peak includes the moment when original and copy both exist.
         grad.reshape(-1, grad.size(-1))
     wrapped = Wrapped(aten.linear_backward.default)
     x, g, w = wrapped.unwrap((input, grad, weight))
@@ -436,7 +437,7 @@ class _Fused(torch.autograd.Function):
         dtype = torch.promote_types(elems[0].dtype, torch.float32)
         outputs, kept = wrapped.wrap((run(*elems), elems[0].new_empty(num_kept, dtype=dtype)))
         ctx.func, ctx.run = func, run
-        ctx.save_for_backward(*inputs, outputs[0], kept)  # cuDNN keeps no final states
+        ctx.save_for_backward(*inputs, outputs[0], kept)  # as in cuDNN, not the final states
         return outputs
 
     @staticmethod

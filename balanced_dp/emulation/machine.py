@@ -50,7 +50,10 @@ class _PerThread(threading.local):
     current_index = 0
     """The index of the thread's current device, as ``torch.cuda.current_device()`` returns it."""
     optimizer_task: int | None = None
-    """The backward pass in which an optimizer's ``step`` runs; -1: in none; None: no step runs."""
+    """The id of the backward pass in which an optimizer's ``step`` runs.
+
+    The value is None if no ``step`` runs, and -1 if a ``step`` runs outside of a backward pass.
+    """
     is_adding_gradients = False
 
 
@@ -170,9 +173,12 @@ class Machine:
 def label_of_results(machine: Machine) -> Label:
     """Return the label (use of memory, such as activation) of the results of the running operator.
 
-    The label is "other" in an optimizer's ``step``, but not in a backward pass that ``step`` has
-    begun, by calling its closure. Otherwise the label is "gradient" if the running autograd node
-    takes gradients of leaf tensors, and "activation" if not.
+    The first of these cases that applies decides the label:
+
+    - An optimizer's ``step`` runs: "other". The backward pass of a closure that ``step`` calls is
+      excluded.
+    - The running autograd node receives gradients of leaf tensors: "gradient".
+    - All other cases: "activation".
     """
     if machine.thread.optimizer_task == torch._C._current_graph_task_id():
         return Label.OTHER
@@ -189,7 +195,7 @@ def is_in_backward() -> bool:
 
 
 _TAKES_GRADIENTS = {"AccumulateGrad", "BroadcastBackward"}
-"""The types of autograd nodes that take gradients of leaf tensors.
+"""The types of autograd nodes that receive gradients of leaf tensors.
 
 ``AccumulateGrad`` adds a gradient to the ``grad`` of a leaf tensor. ``BroadcastBackward``, a node
 of ``BalancedDataParallel``, sends gradients to the device of the leaf tensors.

@@ -46,7 +46,10 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
 
 
 class UnknownStorage(torch.UntypedStorage):
-    """A storage without data. By its unique address, safetensors finds tensors that share it."""
+    """A storage without data, but with a unique address.
+
+    Safetensors compares addresses to find tensors that share a storage.
+    """
 
     def data_ptr(self) -> int:
         """Return a number that stands for the address; no other storage has the same number."""
@@ -89,8 +92,8 @@ class SymbolicOperator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the operator.
 
-        If an earlier call has found the layouts of the outputs, they are created without running
-        the operator.
+        If an earlier call has found the layouts of the outputs, the outputs are created without
+        running the operator.
 
         Raises:
             SymbolicValueError: the operator needs values that are not known, or would write unknown
@@ -115,7 +118,7 @@ class SymbolicOperator:
             for tensor in filter(is_known, written):
                 require_known(unknown, f"{self.func}, which writes to a {tensor.dtype} tensor,")
         if not self.func._schema.returns:
-            return None  # it only writes values, as the steps of optimizers do
+            return None  # the operator only writes values, as aten._fused_adam_ does
         # torch's meta functions take no generator.
         kwargs = {name: _to_meta(value) for name, value in kwargs.items() if name != "generator"}
         try:
@@ -197,9 +200,9 @@ def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _
     value that cannot be created from a layout alone, such as a tensor whose values are known, or a
     view of an input.
 
-    ``storages`` lists the storage of each tensor in ``inputs``, as a number. An output whose
-    storage is in this list is a view of an input, or an input itself. The numbers of new storages
-    in ``out`` are appended to the list, so that outputs that share a storage are found, too.
+    ``storages`` lists the storage of each tensor in ``inputs``, as a number. The function appends
+    the storage of each new output. So if the storage of an output is already in the list, the
+    output is an input, or shares its storage with an input or with another output.
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]

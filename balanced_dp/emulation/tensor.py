@@ -5,9 +5,9 @@ torch itself takes care of gradients, hooks and views. ``__torch_dispatch__`` ch
 tensors are on one device, runs the operator on the wrapped CPU tensors, and records the memory of
 the results in the ledger of the device.
 
-In symbolic mode, floating-point and complex tensors have shapes but no values. A tensor of another
-dtype has no values, either, if it is computed from missing values, as the mask ``x > 0`` is. An
-emulated tensor without values wraps a tensor on torch's ``meta`` device and not on the CPU.
+In symbolic mode, floating-point and complex tensors have shapes but no values. If a tensor of
+another dtype is computed from missing values, as the mask ``x > 0`` is, it has no values, either.
+An emulated tensor without values wraps a tensor on torch's ``meta`` device and not on the CPU.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ class Wrapped:
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
                 wrapper = wrap_elem(out, self.machine, index, label)
-            if label is Label.GRADIENT:  # of leaf tensors, and so are the arguments
+            if label is Label.GRADIENT:  # the arguments are gradients of leaf tensors, too
                 for tensor in (*self.by_elem.values(), wrapper):
                     set_label(tensor, label)
             return wrapper
