@@ -87,9 +87,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             more if memory runs out. A split with which memory runs out raises
             ``torch.OutOfMemoryError``. Catch the error and repeat the step: the search then uses
             another split, if there is one. State dicts contain the split that ``"auto"`` has found.
-        module: the module to parallelize. With ``spread``, or with a single device, the constructor
-            moves its parameters and buffers to their devices. With several devices and without
-            ``spread``, they must be on ``device_ids[0]``.
+        module: the module to parallelize. With a single device, the constructor moves the module to
+            this device. With several devices and without ``spread``, the parameters and buffers
+            must be on ``device_ids[0]``. With several devices and ``spread``, the constructor
+            spreads the parameters over the devices, and moves the buffers to ``device_ids[0]``.
         device_ids: the devices, as ints (indices of accelerators), strings or ``torch.device``.
             None means all accelerators. If there are no accelerators, ``module`` is called with the
             whole batch. Inside ``emulate_devices``, ints and None refer to the emulated devices.
@@ -101,8 +102,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             samples. ``BalancedCriterion`` then computes the loss on each device.
         broadcast: the inputs that are passed whole to each device, by their dotted paths:
             ``"mask"`` is the argument ``mask``, and ``"batch.mask"`` the entry ``mask`` of the
-            argument ``batch``. A path covers all entries of the input that it names. A positional
-            argument has the name of its parameter in ``module.forward``.
+            argument ``batch``. The path of a container stands for all its entries: with
+            ``"batch"``, each tensor in ``batch`` is passed whole. A positional argument has the
+            name of its parameter in ``module.forward``.
         split: inputs to split, by dotted paths as for ``broadcast``. Tensors with one row for each
             sample are split anyway, and need not be named. Name each list, tuple or array with one
             or more entries for each sample (``"texts"``), and each tensor with several rows for
@@ -111,9 +113,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         scalar_outputs: how the 0-dim outputs of the replicas, such as losses, are joined.
 
             - ``"auto"`` computes the value of the whole batch if the output is a cross entropy, a
-              mean or a sum over samples, or adds up several of these. Most other outputs are
-              averaged as with ``"mean"``, with a warning. An output that adds a mean over samples
-              to a sum over samples is averaged, too, with a warning.
+              mean over samples, or a sum over samples. The output may also add up several of these,
+              but not both means and sums over samples. Most other outputs are averaged as with
+              ``"mean"``, with a warning.
             - ``"mean"`` computes the mean over the replicas, weighted by their numbers of samples.
             - ``"sum"`` computes the sum over the replicas.
             - ``"stack"`` returns a vector with one entry for each replica, as ``nn.DataParallel``
@@ -158,9 +160,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
               in the block.
 
     Warns:
-        BalanceWarning: in the cases below. At most one warning is issued for each input and for
-            each output. A warning in a call without gradients is an exception: a call with
-            gradients may issue one more for the same output.
+        BalanceWarning: in the cases below. An input causes at most one warning. An output may cause
+            two: the first in a call without gradients, and the second in a call with gradients.
 
             - ``gpu0_bsz`` is at or above the even share (batch size / number of devices) of the
               first batch, so that this batch is split evenly.
@@ -171,13 +172,14 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             - A list as long as the batch, or an object that holds tensors, is passed whole to each
               device.
             - The inputs contain lists or arrays, but no input is split.
-            - All tensors that are split are in one list, and each of them is split along ``dim``.
-              If the entries of this list are samples, name the list in ``split``, so that the list
-              is split instead.
+            - All tensors that are split are in one list of items of the same type, as in
+              ``model([a, b])``. Each of the tensors is split along ``dim``. If each item of the
+              list is a sample, name the list in ``split``.
             - An output does not have one row for each sample. Its rows are joined in the order of
               the devices.
-            - An output is a list as long as each chunk, but is not taken for a list with one entry
-              for each sample: item i of the result is joined from the items i of all replicas.
+            - An output is a list as long as each chunk, and is joined item by item: item 0 of the
+              result is joined from item 0 of each replica. If each item is for one sample, return a
+              tensor with one row for each sample. Otherwise, return a tuple.
             - An output is a key-value cache of Hugging Face's transformers, and None is returned in
               its place.
 
@@ -403,10 +405,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """The maximum number of samples that the first device gets, or None for no limit.
 
         With ``"auto"``, the number of samples that the first device gets depends on the batch size.
-        The attribute is the number for the largest training batch so far. The size of this batch
-        may also come from a loaded checkpoint. Before the first training batch, and without a
-        checkpoint, the attribute is None. Reading the attribute also checks whether memory has run
-        out in the current training iteration. If so, the value may change.
+        The attribute is the number for the largest training batch so far. If a checkpoint was
+        loaded, the training batches of the run that saved it count, too. Before the first training
+        batch, and without a checkpoint, the attribute is None. Reading the attribute also checks
+        whether memory has run out in the current training iteration. If so, the value may change.
 
         The attribute may be set to any value that the constructor accepts.
         """

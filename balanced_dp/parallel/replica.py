@@ -71,10 +71,10 @@ class Blueprint:
             ``tensors``. A tensor that is registered several times has several entries.
         children: where each submodule is registered. The entry ``(3, "_modules", "head", 7)`` says
             that ``modules[3].head`` is ``modules[7]``.
-        bound: the attributes and hooks that may refer to modules, such as bound methods. Each entry
-            is ``(index, key, value)``: the value is stored under this key in one of the modules'
-            dictionaries. The index is the position of this dictionary in this order: first the
-            ``__dict__`` of each module, then the ``HOOKS`` dictionaries of each module.
+        bound: the attributes and hooks that may refer to modules, such as bound methods. The
+            entry ``(2, "forward", method)`` says that dictionary 2 has the method under the key
+            ``"forward"``. Dictionaries are numbered from 0: first the ``__dict__`` of each module,
+            then the ``HOOKS`` dictionaries of each module.
         compiled: the indices of those modules that ``torch.compile`` has returned.
         can_recycle: whether a replica may be used in more than one call.
 
@@ -186,9 +186,9 @@ class Replica:
 
         A bound method in a dictionary of its own module makes a reference cycle, which only the
         garbage collector could free. So when the replica is deleted, ``__del__`` replaces the
-        stored methods and hooks by functions that have only weak references to the copies. If code
-        that still holds a module of the replica calls such a function, the function binds the
-        original method or hook to the copies again, and calls the result.
+        stored methods and hooks by functions that have only weak references to the copies. Code
+        that still holds a module of the replica may call such a function. The function then binds
+        the original method or hook to the copies again, and calls the result.
         """
         bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)

@@ -57,11 +57,16 @@ class Replicator:
             network: the module to replicate.
             devices: the device of each replica.
             homes: the devices on which the parameters of ``network`` may be. Its buffers must be on
-                the first of these devices. If empty, parameters and buffers may be on any device.
+                the first of these devices. If ``homes`` is empty, parameters and buffers may be on
+                any device.
 
         Raises:
-            RuntimeError: a parameter or buffer is on a device that ``homes`` does not allow, the
-                module cannot be replicated, or a parameter was changed inside ``copies.shared()``.
+            RuntimeError: in each of these cases:
+
+                - A parameter or buffer is on a device that ``homes`` does not allow.
+                - The module is scripted, compiled in place or lazy.
+                - Inside ``copies.shared()``, parameters have changed since the first call in
+                  the block.
         """
         pool = self._pool
         if pool is None or not pool[0].is_of(network):
@@ -129,8 +134,8 @@ class Replicas(list[ModuleT]):
     Args:
         blueprint: the ``Blueprint`` of the module.
         waiting: the idle replicas of earlier calls. The replicas of this call are taken from this
-            list; if it has too few, new replicas are made. After the call, each replica of the call
-            that may be reused is added to the list.
+            list; if it has too few, new replicas are made. After the call, the replicas that
+            may be reused are added to the list.
         tensors: the parameters and buffers of each replica, in the order of ``Blueprint.tensors``.
         arrivals: the CUDA events that mark the end of each copy of a parameter. Some copies may
             still be incomplete.
