@@ -96,7 +96,8 @@ listeners: list[Callable[[str], object]] = []
 def warn(message: str) -> None:
     """Issue a ``BalanceWarning`` for the line of the program that called into balanced_dp.
 
-    This is the innermost line of the call stack that is outside torch and balanced_dp.
+    The warning names the innermost line of the call stack that is outside torch, contextlib and
+    balanced_dp.
     """
     for listen in listeners:
         listen(message)

@@ -33,8 +33,8 @@ AWAITS_PRODUCERS = torch.__version__ >= "2.8"
 """Whether autograd waits for the stream on which a node has copied a gradient to another device.
 
 Before torch 2.8, autograd does not wait. It assumes that the gradient was computed on the default
-stream of the device that the gradient is on. So with these versions, balanced_dp copies gradients
-on the current stream, which is the default stream in autograd's threads.
+stream of the device that the gradient is on. So before torch 2.8, balanced_dp copies gradients on
+the destination's current stream. In autograd's threads, this is the default stream.
 
 Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 """

@@ -10,7 +10,10 @@ from contextlib import ExitStack
 import hypothesis
 import pytest
 import torch
-import torch._dynamo  # noqa: F401, or the first call of a model does, and leaves cycles with its frames
+
+# Without this import, the first call of a model imports torch._dynamo, and leaves reference cycles
+# that contain the frames of the call.
+import torch._dynamo  # noqa: F401
 
 from balanced_dp import emulate_devices
 from balanced_dp.emulation import EmulatedDevices

@@ -47,7 +47,7 @@ def open_devices(kind: str, num_devices: int) -> Iterator[list[torch.device]]:
             yield list(devices)
     elif kind == "stand-in":
         with cuda_stand_in.opened() as stand_in:
-            stand_in.nccl.refuses_threads = False  # only test_on_stand_in.py tests that
+            stand_in.nccl.refuses_threads = False  # True only in tests with the fixture stand_in
             yield [stand_in.devices[i % len(stand_in.devices)] for i in range(num_devices)]
     elif kind == "cuda":
         count = torch.cuda.device_count()

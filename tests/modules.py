@@ -27,7 +27,7 @@ class Case:
 
 
 class Lambda(nn.Module):
-    """A module that is written as one expression: its forward function and its members."""
+    """A module that is created in one expression, from its forward function and its members."""
 
     def __init__(self, forward: Callable[..., Any], **members: nn.Module | nn.Parameter) -> None:
         super().__init__()

@@ -33,14 +33,18 @@ _REPORTED = "80GiB"
 """The capacity that emulated devices report to the script if the user gives no capacity."""
 
 _MALLOC_OPTIONS = {-1: 2**31 - 1, -2: 2**26, -3: 2**25}
-"""Values for M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD: glibc keeps what it can."""
+"""Values for M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD.
+
+With these values, glibc keeps as much freed memory as it can.
+"""
 
 
 def prepare_process() -> None:
     """Make emulated devices faster in this process, which runs nothing else."""
     gc.freeze()  # so that the collector does not visit what the imports created
-    # By default, glibc returns memory to the system that the replicas' threads will need again in
-    # the next training step: a step of BERT took 5 % longer. Other C libraries have no mallopt.
+    # By default, glibc returns freed memory to the system, and the replicas' threads have to get it
+    # again in the next training step. A step of BERT took 5 % longer. Other C libraries have no
+    # mallopt.
     if mallopt := sys.platform == "linux" and getattr(ctypes.CDLL(None), "mallopt", None):
         for option, value in _MALLOC_OPTIONS.items():
             mallopt(option, value)
@@ -122,8 +126,8 @@ def run_and_measure(
         notes, name = tuple(loop.notes(has_failed=exit_code != 0)), Path(script).name
         notes += tuple(f"Warning: {message}." for message in dict.fromkeys(warned))
         tried = loop.last_split
-        # The split is not suspected with shapes only, since a script then usually fails because it
-        # reads a value.
+        # If a script fails with shapes only, the cause is usually that it reads a value, and not
+        # the split.
         is_uneven = tried and tried[0] < even_share(sum(tried), len(tried))
         if exit_code == 1 and is_uneven and not symbolic:
             fact = f"The script failed after a batch was split into {tried}"

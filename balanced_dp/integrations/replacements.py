@@ -107,10 +107,10 @@ def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
 
     For any other module, return None. This function is the ``find_spec`` of a finder in
     ``sys.meta_path``. An import with this spec executes the module, and then replaces
-    ``Trainer.__new__``. Let C be ``Trainer`` or a subclass. If the script calls C, the new method
-    returns an instance of a new class, which has the name of C and the bases ``BalancedTrainer``
-    and C. But if C is already ``BalancedTrainer`` or a subclass of it, the method returns an
-    instance of C.
+    ``Trainer.__new__``. Let C be the class that the script calls: ``Trainer`` or a subclass of it.
+    If C is ``BalancedTrainer`` or a subclass of it, the replacement of ``__new__`` returns an
+    instance of C. Otherwise, it returns an instance of a class that it creates, with the name of C
+    and the bases ``BalancedTrainer`` and C.
     """
     spec: Any = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
     if spec is None:

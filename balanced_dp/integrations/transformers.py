@@ -68,9 +68,9 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     def _select(self, output: Any) -> Any:
         """Return the part of a replica's output that ``Trainer`` needs.
 
-        If ``gathers_loss_only`` is True, the result is the loss: the entry "loss" of a mapping, or
-        the first item of a tuple. Otherwise, or if a mapping has no entry "loss", the result is the
-        whole output. Key-value caches, which ``Trainer`` ignores, are always left out of a mapping.
+        If ``gathers_loss_only`` is True, the part is the loss: the entry "loss" of a mapping, or
+        the first item of a tuple. In all other cases, the whole output is returned. Only the
+        key-value caches of a mapping, which ``Trainer`` ignores, are left out.
         """
         if isinstance(output, Mapping):
             names = [name for name in output if not isinstance(output[name], Cache)]
@@ -87,10 +87,15 @@ class BalancedTrainer(Trainer):
     the number of devices. At most ``gpu0_bsz`` of the samples are on the first device. Loss and
     gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``. In
     training, and in an evaluation that needs only the loss, only the loss of each device is
-    gathered. In two cases, the other outputs are gathered, too: a subclass overrides
-    ``compute_loss`` (or, in an evaluation, ``prediction_step``), or ``Trainer`` computes the loss
-    from the outputs, with a ``compute_loss_func`` or a ``label_smoothing_factor``. If the Trainer
-    uses the mixed precision ``"bf16"`` or ``"fp16"``, the replicas run under autocast.
+    gathered. The other outputs are gathered, too, in these cases:
+
+    - A subclass overrides ``compute_loss``.
+    - In an evaluation: a subclass overrides ``prediction_step``.
+    - ``Trainer`` computes the loss from the outputs, with a ``compute_loss_func`` or a
+      ``label_smoothing_factor``.
+
+    If the Trainer uses the mixed precision ``"bf16"`` or ``"fp16"``, the replicas run under
+    autocast.
 
     For a subclass ``MyTrainer`` of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer,
     MyTrainer)``. ``MyBalancedTrainer`` takes the arguments of both of its bases.
@@ -118,8 +123,8 @@ class BalancedTrainer(Trainer):
     Raises:
         ArgumentError, ArgumentTypeError: ``device_ids`` or an argument of ``BalancedDataParallel``
             is invalid, or ``device_ids`` is given in a distributed launch or with a ``device_map``.
-            The other arguments of ``BalancedDataParallel`` are checked when ``Trainer`` first wraps
-            its model, for example when training begins.
+            The constructor checks ``device_ids``. All other arguments of ``BalancedDataParallel``
+            are checked when ``Trainer`` first wraps its model, for example when training begins.
     """
 
     model: Any

@@ -50,9 +50,9 @@ def memory_of(board: Board) -> dict[str, Any]:
 
     The result is a dict, whose keys are fields of ``DeviceMemory``.
 
-    The used bytes do not include memory that the driver has reserved. With drivers before 510, they
-    do: these drivers only have version 1 of ``nvmlDeviceGetMemoryInfo``, which does not report
-    reserved memory separately.
+    With drivers from version 510 on, the used bytes do not include memory that the driver has
+    reserved. Older drivers only have version 1 of ``nvmlDeviceGetMemoryInfo``, which counts
+    reserved memory as used.
 
     Source:
         ``nvidia-smi --query-gpu=memory.total,memory.used,memory.free``; nvmlMemory_v2_t in NVML's
@@ -103,7 +103,8 @@ def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
     """Return the NVML board of a CUDA device, or None if it cannot be identified.
 
     A board is a GPU or a MIG slice. If exactly one board has the UUID of the device, this board
-    is returned. Otherwise, the PCI bus ids are compared in the same way.
+    is returned. Otherwise, if exactly one board has the PCI bus id of the device, that board is
+    returned.
 
     The index of a device cannot identify its board, because CUDA and NVML number devices
     differently. CUDA numbers devices in the order in which ``CUDA_VISIBLE_DEVICES`` lists them. If

@@ -1,7 +1,7 @@
 """The peak memory of devices during a measurement, and a logger of peak memory.
 
-Torch keeps only one peak for each device, but measurements can overlap: ``Peaks`` saves the peaks
-of the running measurements before it resets torch's peak.
+Torch keeps only one peak for each device, but measurements can overlap. So before ``Peaks`` resets
+torch's peak, it saves the peaks of the running measurements.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _statistics_of(device: torch.device) -> Any:
     """Return the module whose functions read and reset the memory statistics of ``device``.
 
     For an emulated device, the result is the emulation's own module and not ``torch.cuda``, even if
-    the device's type is ``"cuda"``. So a script that resets the peak in ``torch.cuda`` does not
-    change the peak that is read here.
+    the device's type is ``"cuda"``. The two modules have separate peaks. So the peak that
+    ``Peaks`` reads does not change if a script calls ``torch.cuda.reset_peak_memory_stats``.
     """
     return device_module if is_emulated(device) else torch.get_device_module(device)
 

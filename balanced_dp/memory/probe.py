@@ -29,9 +29,9 @@ class MemoryProbe:
     is asked.
 
     Args:
-        devices: devices as ints, strings or ``torch.device``. None means all devices: the emulated
-            devices inside ``emulate_devices``, and elsewhere torch's accelerators and the GPUs that
-            NVML lists but torch does not see.
+        devices: devices as ints, strings or ``torch.device``. None means all devices. Inside
+            ``emulate_devices``, these are the emulated devices. Elsewhere, they are torch's
+            accelerators, and the GPUs that NVML lists but torch does not see.
 
     Attributes:
         devices: the devices that torch sees, as a list of ``torch.device`` without duplicates. GPUs
@@ -190,9 +190,9 @@ def _sampled_peaks(
     ends.
 
     Yields:
-        A dict from each device in ``boards`` to its largest sample in bytes. The thread updates the
-        dict while the block runs. The actual peak may be higher. The value is None as long as no
-        query of the device has succeeded.
+        A dict from each device in ``boards`` to its largest sample in bytes, or to None as long as
+        no query of the device has succeeded. The thread updates the dict while the block runs. The
+        actual peak may be higher than the largest sample.
     """
     peaks: dict[torch.device, int | None] = dict.fromkeys(boards)
     has_ended = threading.Event()

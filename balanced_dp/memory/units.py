@@ -51,7 +51,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the number of bytes and the name of the largest binary unit that ``largest`` reaches.
+    """Return the largest binary unit that ``largest`` reaches, as its size in bytes and its name.
 
     For example, ``byte_scale(3000)`` is ``(1024, "KiB")``. If ``largest`` is below 1024, the unit
     is the byte.

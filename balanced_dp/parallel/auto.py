@@ -24,9 +24,9 @@ from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
 _LARGE = 2**20
-"""A batch size, used to compare splits: if its split has changed, device 0's share has changed.
+"""The size of an imaginary batch. If the batch is split as before, device 0's share is the same.
 
-In so large a batch, rounding hardly changes the share.
+In a batch this large, rounding hides almost no change of the share.
 """
 
 STATE_KEY = "auto_split"
@@ -139,7 +139,7 @@ class AutoSplit:
         search: the ``LoopSearch`` that chooses the splits.
         batch_size: the number of samples in the largest training batch so far. It is 0 before the
             first training batch, unless a loaded checkpoint has set it.
-        num_iterations: the number of training iterations that have ended.
+        num_iterations: the number of training iterations that have ended with an optimizer step.
         last_split: how many samples each device got in the last call; empty before the first call.
 
     Raises:
@@ -161,7 +161,7 @@ class AutoSplit:
         self._ids: set[int] = set()
         """The ``id`` of each parameter of the model."""
         self._rule: tuple[int, ...] | None = None
-        """How the previous iteration would have split ``_LARGE`` samples; None at first."""
+        """The previous iteration's split of a batch of ``_LARGE`` samples; None at first."""
         self._peaks: Peaks | None = None
         """The peak memory of the devices in the current iteration; None between iterations."""
 
@@ -264,17 +264,17 @@ class AutoSplit:
         return "gpu0_bsz='auto' keeps its split; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return a dictionary with the split found so far, with which a later run can start.
+        """Return the split found so far, as a dictionary for ``load_state_dict`` of a later run.
 
-        The values are numbers and lists. Before the first training batch, the result is None,
-        unless ``load_state_dict`` has loaded a state.
+        The values of the dictionary are numbers and lists. Before the first training batch, the
+        result is None, unless ``load_state_dict`` has loaded a state.
         """
         return self.search.state_dict(self.batch_size) if self.batch_size else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start with the split in the ``state_dict()`` of an earlier run.
 
-        Do nothing if an iteration of this run has already ended.
+        Do nothing if an iteration of this run has already ended with an optimizer step.
         """
         if not self.num_iterations:
             self.search.load_state_dict(state)

@@ -159,7 +159,7 @@ class ArrivingParameters(UserDict[str, Any]):
 
     def __reduce__(self) -> Any:
         # In a deep copy or a pickle of a replica, a copy of the plain dictionary takes the place of
-        # this object. The copied replica's register_parameter writes to that dictionary, too.
+        # this object. The register_parameter of the new replica writes to the same copy.
         return itemgetter(0), ([self._arrived()],)
 
     def __getitem__(self, name: str) -> Any:
@@ -435,10 +435,11 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
             *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             if is_cuda(home):
                 # Autograd creates the AccumulateGrad node of a parameter when the parameter is
-                # first used. The node runs on the stream that is current then, which must be the
-                # stream that computes. So the Receive above was applied on that stream, only to
-                # create AccumulateGrad. It is replaced by a Receive on the stream that adds up
-                # gradients. Until then, the outputs of the first Receive keep AccumulateGrad alive.
+                # first used. AccumulateGrad runs on the stream that is current at this first use,
+                # and must run on the stream that computes. So the Receive above was applied on that
+                # stream, only to create AccumulateGrad. A second Receive, on the stream that adds
+                # up gradients, now replaces the first one. Until then, the outputs of the first
+                # Receive keep AccumulateGrad alive.
                 with on_stream(side_stream(home, home)):
                     *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             run_at_once(next_token.grad_fn)

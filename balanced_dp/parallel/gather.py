@@ -29,8 +29,9 @@ class Gather:
       which have the shape ``(layers, N, *)``.
     - Tensors of equal shapes are concatenated along the batch dimension if it fits. If it does not,
       they are concatenated along the dimension whose size is the chunk size on every replica. If
-      several dimensions have this size, the tensors cannot be concatenated. If none has it, but the
-      batch dimension has size 1, the tensors are concatenated along the batch dimension.
+      several dimensions have this size, the tensors cannot be concatenated. If no dimension has
+      this size, but the batch dimension has size 1, the tensors are concatenated along the batch
+      dimension.
     - The rows of concatenated tensors are in the order of the devices. A warning is issued unless
       each sample has exactly one row. Tensors that cannot be concatenated must be equal on all
       replicas, and one of them is returned.
@@ -40,15 +41,16 @@ class Gather:
       vector. If any chunk has several samples, tensors of one element, such as those of shape
       ``(1,)``, are joined like 0-dim tensors. Integers and bools that differ between replicas are
       added up, with a warning. The sum of bools is True if any of them is True.
-    - If there are several replicas, and the length of a list or tuple (not a named tuple) is the
-      chunk size on each of them, its items may be *entries*, one for each sample. Entries of all
-      replicas are put into one list or tuple. Or the items may be *outputs*, each for all samples
-      of the chunk. Outputs are joined item by item, like the containers below.
-    - With chunks of different sizes, the items of a list or tuple of this length are taken for
+    - The items of a list or tuple (not a named tuple) are either *entries*, one for each sample, or
+      *outputs*, each for all samples of the chunk. Entries of all replicas are put into one list or
+      tuple. Outputs are joined item by item, like the containers below.
+    - Items are outputs if there is only one replica, or if the length of the list or tuple differs
+      from the chunk size on at least one replica.
+    - Otherwise, items may be of either kind. With chunks of different sizes, they are taken for
       entries. With chunks of equal size, the items of a tuple are taken for outputs. The items of a
       list are taken for outputs if the list is equal on all replicas, if it has a tensor whose
-      batch dimension has the chunk size, or if it has tensors and each of them has one element. In
-      all other cases, they are taken for entries.
+      batch dimension has the chunk size, or if it has tensors and each of them has one element. The
+      items of any other list are taken for entries.
     - A list whose items are taken for outputs causes a warning, since the items may be entries. A
       list of one item causes no warning, unless the item is a dictionary.
     - Other containers are joined item by item: each item of the result is joined from the items
@@ -121,7 +123,7 @@ class Gather:
             return False
         columns = list(zip(*map(nested.tensors, lists), strict=False))
         dim, is_same = self.call.dim, all(_equal(lists[0], other) for other in lists)
-        # A tensor with one entry counts as a number, as it does outside of lists.
+        # A tensor of one element is taken for a number, such as a loss, not for a row of a sample.
         are_numbers = bool(columns) and all(t.numel() == 1 for own in columns for t in own)
         rows = [{t.shape[dim:][:1] for t in own if t.numel() > 1} for own in columns]
         if not (are_numbers or is_same or {sizes[:1]} in rows):
@@ -190,8 +192,8 @@ class Gather:
         sizes = self.call.chunk_sizes
         lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
-        # For each dimension, the different numbers of rows per sample that the replicas have. The
-        # sets are empty if the batch was not split.
+        # A set for each dimension: how many rows each replica has for each of its samples. The sets
+        # are empty if the batch was not split.
         factors = [{n / size for n, size in zip(own, sizes, strict=False)} for own in lengths]
         following = [d for d, own in enumerate(factors) if len(own) < 2 and sum(own) % 1 == 0]
         exact = [d for d in following if lengths[d] == sizes]

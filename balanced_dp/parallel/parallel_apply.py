@@ -59,7 +59,8 @@ def parallel_apply(
     # In a forward pass, each thread numbers the autograd nodes that it creates. In the backward
     # pass, autograd runs the nodes of all emulated devices in one thread, the highest number first.
     # So if the forward pass of each device runs in a new thread, corresponding nodes of the devices
-    # have the same number, and the devices' backward passes take turns, as if they ran in parallel.
+    # have the same number. Autograd runs all nodes of one number before those of lower numbers, so
+    # the backward passes of all devices advance together, as on GPUs.
     has_own_threads = is_emulated(devices[0]) and len(others) > 1
     first = None if has_own_threads else others.pop(0)
 

@@ -118,8 +118,10 @@ class Inputs:
     ) -> list[Arguments]:
         """Return the positional and keyword arguments for each device. Differentiable.
 
-        A tensor is copied from its device directly to each of ``devices``. A chunk for the device
-        that holds the tensor is a copy, too, unless this chunk is the whole tensor.
+        A tensor is copied from its device directly to each of ``devices``. On the device that holds
+        the tensor, a chunk is a copy, too. But if the whole tensor is sent to that device, it is
+        passed without a copy. If that device repeats in ``devices``, only the first of its replicas
+        gets the tensor itself, and the others get copies.
 
         Args:
             devices: the devices to which the arguments are sent.
@@ -259,7 +261,7 @@ class Inputs:
             raise _error(path, "is sparse or nested, and cannot be split; pass a dense tensor")
         if len(sizes) == 1:
             return [move(tensor, devices[0])]
-        # Chunks are copies, not views. A view would keep the whole batch on its device while
+        # Chunks are copies, not views. A view would keep the whole batch in memory for as long as
         # autograd needs the view. An in-place operation on one view would increment the version
         # counter that all views share, so that backward could raise an error for other views.
         parts = zip(tensor.split(lengths, self.dim), devices, strict=True)

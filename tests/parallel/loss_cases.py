@@ -52,7 +52,7 @@ Y = torch.randint(0, CLASSES, (BATCH,), generator=_generator)
 REAL = torch.randn(BATCH, CLASSES, generator=_generator, dtype=torch.double)
 PART, WEIGHT = _random(BATCH, CLASSES), _random(BATCH)
 INDEX = torch.arange(BATCH)
-MASK = (WEIGHT > 0.4).double()  # another count in each chunk
+MASK = (WEIGHT > 0.4).double()  # the number of ones differs between chunks
 HOLES = MASK.where(INDEX > 4, 0)
 IGNORED = Y.where((INDEX > 0) & (INDEX < 5) | (INDEX > 8), -100)
 TOKENS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=_generator)
@@ -61,15 +61,15 @@ TOKENS[[0, 5, 6]] = TOKENS[:, 2] = -100
 GIVEN: dict[str, Any] = {
     "y": Y,
     "growing": Y.cumsum(0),
-    "ids": INDEX % 9,  # some return in a later chunk
-    "ignored": IGNORED,  # in all of a chunk, too
+    "ids": INDEX % 9,  # 0 to 3 occur in two chunks
+    "ignored": IGNORED,  # with gpu0_bsz=0 or 1, all labels of a chunk are ignored
     "ignored_chunk": Y.where((INDEX < 1) | (INDEX > 5), -100),
     "tokens": TOKENS,
     "real": REAL,
     "part": PART,
     "weight": WEIGHT,
     "mask": MASK,
-    "holes": HOLES,  # nothing of a chunk counts
+    "holes": HOLES,  # 0 for all samples of a chunk
     "token_mask": (_random(BATCH, LENGTH) > 0.4).double() * (INDEX != 1)[:, None],
     "num_items": 8,
     "lengths": 1 + Y.clamp(max=LENGTH - 1),
@@ -278,7 +278,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
         summed(o, ignored_chunk) / (ignored_chunk != -100).sum()
     ),
-    # Once silently wrong, or an error; some are exact.
+    # Losses that were once silently wrong or raised an error. Some of them are exact.
     "a tensor that is no count": lambda n, x, o: rows(o).sum() / torch.tensor(13.0),
     "sum by an entry": lambda n, x, o, weight: rows(o).sum() / weight[0],
     "mean by an entry": lambda n, x, o, weight: rows(o).mean() * weight[0],
@@ -321,7 +321,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         n.tokens(x).transpose(0, 1).square().mean(0).sum()
         + torch.einsum("nc,n->c", o, x[:, 0]).square().mean()
     ),
-    # Exact, or with loss_weight or scalar_outputs.
+    # Most of these losses are exact, or become exact with loss_weight or scalar_outputs.
     "weights alone": lambda n, x, o: (n.token_head.weight.abs().sum(), 2 * n.scale.exp()),
     "selected": lambda n, x, o, real, holes: F.mse_loss(o[holes > 0], real[holes > 0]),
     "packed": lambda n, x, o, lengths: (
