@@ -33,8 +33,8 @@ If memory ran out with all of these splits, the search tries further ones. A sea
 _BISECTED = range(10, 2**16, 2)
 """After 10, 12, 14, ... measurements, a search measures the middle of the range that is left.
 
-At other times, it measures where a line through earlier measurements meets the limit. That alone
-may converge slowly.
+At other times, it measures where a line through earlier measurements meets the limit. A search
+that only followed such lines could converge slowly.
 """
 
 _NUM_COMPARED = 3
@@ -43,7 +43,7 @@ _NUM_COMPARED = 3
 VARIES = 0.01
 """The peaks of a split count as varying if two iterations differ by more than this fraction.
 
-Smaller differences are ignored, since the buffers in which gradients are copied cause them, too.
+Smaller differences are ignored: the buffers in which gradients are copied may cause them.
 """
 
 _ROUNDING = 1e-6
@@ -165,8 +165,8 @@ class Search:
         over = {value: full[0] - max(full[1:]) for value, full in self._values().items()}
         # The even split may leave few samples to the last device, such as (3, 3, 3, 0). With one
         # sample fewer on device 0, the split is (2, 3, 2, 2), and device 2 is less full, too. If
-        # budgets differ, device 2 may be the fullest. So the difference of the even split is made
-        # positive, and the search also tries smaller values.
+        # budgets differ, device 2 may be the fullest. Then a smaller value may be better although
+        # device 0 is not the fullest. A positive difference makes the search try smaller values.
         if self.even in over and len(set(self.budgets)) > 1:
             over[self.even] = max(over[self.even], EQUAL)
         return over
@@ -174,8 +174,8 @@ class Search:
     def _wanted(self) -> Iterator[Split]:
         """Yield the split to measure next, or nothing if the search is over.
 
-        ``next`` takes only the first split from this generator. After its measurement, it calls
-        this method again, because the next split depends on the result.
+        Each call of ``next`` takes only the first split from a new generator, because the split
+        after the first depends on the measurement of the first.
         """
         if not self.told:
             yield self.split(self.even)
@@ -249,9 +249,9 @@ class Search:
         def zero(*points: int) -> float:
             """Return the number at which the line through one or two measurements is 0.
 
-            The line shows the excess (a measured quantity minus its limit) of each number. Through
-            only one measurement, it has the assumed slope. If it does not rise, the result is twice
-            the largest number that is known to be within the limit, at least 2.
+            The line shows the excess (a measured quantity minus its limit) of each number. If there
+            is only one measurement, the line has the assumed slope. If the line does not rise, the
+            result is twice the largest number known to be within the limit, at least 2.
             """
             x, by = points[0], rise(*points)
             return x - over[x] / by + _ROUNDING if by > 0 else 2.0 * max(low, 1)
@@ -295,9 +295,9 @@ class LoopSearch:
     Attributes:
         search: the ``Search`` for the largest batch so far. Before the first iteration, its
             ``batch_size`` is 0.
-        highest: a dict from each split (the chunk size of each device) to a pair: the ``peaks`` and
-            the ``record`` that were passed to ``tell`` for one iteration. This is the iteration
-            with the highest peak among the compared iterations with the split.
+        highest: a dict from each split (the chunk size of each device) to the iteration with the
+            highest peak among the compared iterations with this split. An iteration is a pair: the
+            ``peaks`` and the ``record`` that were passed to ``tell``.
         accumulates: whether, in the compared iterations, the backward pass of the largest batch has
             added to existing gradients (gradient accumulation).
         is_over: whether the search is over, so that ``gpu0_bsz`` is final. Further calls of

@@ -76,10 +76,13 @@ def split_by_weights(
     """Return the chunk size (number of samples) of each device, in proportion to its weight.
 
     The sum is ``batch_size``. The sizes are rounded by the largest-remainder method: each size is
-    rounded down, and the devices with the largest remainders get one of the remaining samples each.
-    If remainders are equal, the device with the lower index gets the sample, except that device 0
-    comes last. If device 0 would get more than ``gpu0_bsz``, it gets ``gpu0_bsz`` samples, and the
-    rest is divided over the other devices by the same method.
+    rounded down, and the samples that are left over go to the devices with the largest remainders,
+    one to each. If remainders are equal, device 1 comes first, then device 2, and so on. Device 0
+    comes last.
+
+    If device 0 would get more than ``gpu0_bsz``, it gets ``gpu0_bsz`` samples, and the rest is
+    divided over the other devices by the same method. If there is only one device, it gets the
+    whole batch, even if ``gpu0_bsz`` is smaller.
 
     Examples:
         >>> split_by_weights(32, [11, 24, 24])

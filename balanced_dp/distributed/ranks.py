@@ -187,7 +187,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # This method is a generator, so that the attributes do not change before the first batch is
-        # requested. A DataLoader with workers creates an iterator that it never uses.
+        # requested. So an iterator that a DataLoader with workers creates, but never uses, changes
+        # no attributes.
         self._start, self._next_start = self._next_start, 0
         self._num_yielded = 0
         order = torch.arange(self.num_samples, device="cpu")  # not on the default device

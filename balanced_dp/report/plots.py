@@ -88,9 +88,9 @@ def draw_uses(axes: Axes, report: Report) -> None:
     """Draw what fills each device at its peak, for the best option and for another option.
 
     An option is a way to train a batch, with its measurements. The other option has the same batch
-    size as the best option. It is the even split, or, if the even split cannot be shown, the next
-    option in the ranking. The even split cannot be shown if it is the best option, ran out of
-    memory or was not measured. If there is no other option with this batch size, only the best
+    size as the best option. It is ``report.even``, which has the even split. If ``report.even`` is
+    None, is the best option, ran out of memory or has another batch size, the next option in the
+    ranking with the batch size of the best option is drawn instead. If there is none, only the best
     option is drawn.
     """
     best, even = report.best, report.even

@@ -32,9 +32,10 @@ from .options import Option, arguments_of
 _MANY = 10
 """An iteration waits for other optimizers during at most this many steps of the first optimizer.
 
-The first optimizer is the one that stepped first in the training loop. An iteration ends when all
-optimizers of the previous iteration have stepped again. If one of them does not step again, the
-iteration ends with step number ``_MANY + 1`` of the first optimizer. See ``Loop``.
+The first optimizer is the one that stepped first in the training loop. An iteration ends with a
+step of the first optimizer. Before this step, all other optimizers of the previous iteration must
+have stepped again. If they have not after ``_MANY`` steps of the first optimizer, the next step of
+the first optimizer ends the iteration anyway. See ``Loop``.
 """
 
 
@@ -45,9 +46,9 @@ class Loop(AutoSplit):
     which gradients are enabled. It ends with a step of the first optimizer, which is the optimizer
     that stepped first in the loop. Before this step, all other optimizers that stepped in the
     previous iteration must have stepped again. If they have not after 10 steps of the first
-    optimizer, its next step ends the iteration anyway. So if a GAN takes three steps of its
-    discriminator for each step of its generator, each iteration after the first few contains all
-    four steps.
+    optimizer, the 11th step of the first optimizer ends the iteration anyway. So if a GAN takes
+    three steps of its discriminator for each step of its generator, each iteration after the first
+    few contains all four steps.
 
     The measurement of the first iteration of the loop is used only if no other iteration follows,
     because the first iteration begins without optimizer state. Models and optimizers are referenced
@@ -57,10 +58,10 @@ class Loop(AutoSplit):
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
             the most samples that device 0 gets. On emulated devices, the even split is measured,
             too, for comparison. With ``"auto"``, the even split comes first. With an integer, the
-            two splits take turns, because the script's use of memory may change while it runs:
-            2 iterations with ``gpu0_bsz``, 3 with the even split, 4 with ``gpu0_bsz``, and so on.
-            If all turns were equally long, an evaluation in every n-th iteration, for example,
-            might always happen with the same split.
+            two splits take turns: 2 iterations with ``gpu0_bsz``, 3 with the even split, 4 with
+            ``gpu0_bsz``, and so on. They take turns because the script's use of memory may change
+            while it runs. If all turns were equally long, an evaluation in every n-th iteration,
+            for example, might always happen with the same split.
         devices: the devices of the loop.
         budgets: the number of bytes that may be used on each device; None means no limit.
         num_steps: after this many iterations, the next forward pass with gradients ends the script
@@ -136,7 +137,8 @@ class Loop(AutoSplit):
         A split is the chunk size (the number of samples) of each device. If a split was measured
         more than once, the list contains the measurement with the highest peak. If ``gpu0_bsz`` is
         ``"auto"``, only the latest measurements of each split count: equally many for each split,
-        at most 3. Otherwise, the splits with the most measurements would tend to seem the fullest.
+        at most 3. If all measurements counted, the splits with the most of them would tend to seem
+        the fullest.
         """
         return [option for _, option in self.search.highest.values()]
 
@@ -190,7 +192,7 @@ class Loop(AutoSplit):
                 self._peaks = None
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # In the workers of a DataLoader, transforms may be modules, too.
+        # Modules that run in a DataLoader's workers, such as transforms, begin no iteration.
         if torch.is_grad_enabled() and get_worker_info() is None:
             self.begin()
             if torch.is_autocast_enabled(self.devices[0].type):
@@ -292,7 +294,7 @@ class Loop(AutoSplit):
             torch.get_device_module(device).synchronize(device)
         seconds = time.perf_counter() - self._started
         model = self.model
-        # If the script wraps no model, this object stands in for the model in memory_breakdown.
+        # If the script wraps no model, a namespace stands in for the model in memory_breakdown.
         counted: Any = model or SimpleNamespace(
             devices=self.devices, parameters=self._parameters, buffers=tuple
         )

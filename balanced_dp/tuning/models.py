@@ -75,7 +75,8 @@ class TokenTransformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        for embedding in (self.tokens, self.positions):  # the head shares the tokens' weight
+        # The head gets this initial weight, too, because it shares the weight of the tokens.
+        for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
         norm = () if causal else (nn.LayerNorm(width),)
         blocks = (Block(width, num_heads, causal, dropout) for _ in range(num_layers))

@@ -136,7 +136,7 @@ class Option:
 
 
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
-    """Return the option with the largest batch that fits in memory when trained like ``option``.
+    """Return the option with the largest batch that fits with the features of ``option``.
 
     An option is a way to train a batch, with its measurements. ``Option.features`` lists its
     features: an uneven split, the loss on each device, parameters spread over all devices. The

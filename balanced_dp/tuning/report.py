@@ -148,7 +148,7 @@ class Report:
             this argument could not be measured. Empty if there was no failure.
         wrapped_at: the lines of a script that wrap a model, each as ``file:line: source``.
         is_trainer: whether a ``Trainer`` of transformers wraps the model of a script.
-        notes: sentences about the run of a script, such as that it was ended early.
+        notes: sentences about anything unusual in the run of a script, such as an early end.
     """
 
     schema: int = SCHEMA
@@ -268,9 +268,8 @@ class Report:
     def even_like(self, option: Option) -> Option | None:
         """Return the option with the even split that is otherwise like ``option``.
 
-        The result has the same batch size, ``gather`` and ``spread`` as ``option``. The result is
-        None if no option with the even split, this batch size, ``gather`` and ``spread`` was
-        measured.
+        The result has the batch size, ``gather`` and ``spread`` of ``option``. It is None if the
+        even split was not measured with this batch size, ``gather`` and ``spread``.
         """
         same = (o for o in self.options if o.is_even and o.batch_size == option.batch_size)
         return next((o for o in same if o.kind == option.kind), None)
@@ -286,7 +285,9 @@ class Report:
 
         One of them is ``gather=False``, which saves nothing if forward returns the loss. So it is
         listed only if gathered outputs, or activations of the loss that the script computes, fill
-        more than 1 % of device 0. Device 0 holds the activations that are not those of its samples.
+        more than 1 % of device 0. The activations of the loss are estimated: they are those that
+        device 0 holds beyond the activations of its samples. A sample is assumed to have as many
+        bytes of activations on device 0 as on the other devices.
         """
         best = self.best
         peak, outputs = best.peak_bytes[0] or 1, best.uses[0].get("gathered output", 0)
@@ -322,8 +323,9 @@ class Report:
         """Return the option with the largest batch that fits with the features of ``option``.
 
         The features are an uneven split, the loss on each device, and parameters spread over all
-        devices. The result has the same features as ``option``, or only some of them. If both
-        splits are uneven, they may differ. If no such option fits, the result is ``option``.
+        devices. The result has the same features as ``option``, or only some of them. If the result
+        and ``option`` both have uneven splits, these splits may differ. If no such option fits, the
+        result is ``option``.
         """
         return largest_batch(option, self.options, self.budgets)
 

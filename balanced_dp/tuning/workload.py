@@ -30,7 +30,7 @@ class Workload:
     """Define everything that a training step needs except the devices.
 
     Attributes:
-        model: a function that returns a new module, or a module, which is copied for training. A
+        model: a module, which is copied for training, or a function that returns a new module. A
             function should not name a device: if it names none, the module is created on device 0.
             So if device 0 is emulated without values, the module may be larger than the memory of
             this machine.

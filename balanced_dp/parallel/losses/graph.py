@@ -9,12 +9,13 @@ samples, and cross entropies.
 
 Between the loss and its reductions, terms may be reshaped, added, subtracted, and multiplied or
 divided by Python numbers. They may also be divided by a tensor, if this tensor is an argument of
-the function that computes the loss. Means over samples may also be multiplied by a term that is
-computed from parameters alone, such as ``s.exp()``, and such a term may be added to them. Any other
-operation there makes the loss unclear (see ``Composition``). No value is read from a device, and no
-user code is run again. The graphs of the replicas are followed side by side: they differ only in
-the number of samples. ``masked_mean_of`` recognizes one more kind of loss: entries are multiplied
-by a mask and added up, and the sum is divided by another tensor.
+the function that computes the loss. A term that is computed from parameters alone, such as
+``s.exp()``, may multiply means and sums over samples, and may be added to means over samples and
+cross entropies. Any other operation between the loss and its reductions makes the loss unclear (see
+``Composition``). No value is read from a device, and no user code is run again. The graphs of the
+replicas are followed side by side: they differ only in the number of samples. ``masked_mean_of``
+recognizes one more kind of loss: entries are multiplied by a mask and added up, and the sum is
+divided by another tensor.
 
 Each replica gets a part of the batch, a chunk. In the part of the graph between the reductions and
 the inputs, ``how_samples_mix`` looks for operators whose result for one sample depends on other
@@ -84,7 +85,7 @@ class Composition:
             divided by the number of samples is not in this list: it counts as a mean over samples.
         kinds: the kinds of the terms that are not in ``parts``: ``"mean"`` for means over samples,
             ``"sum"`` for sums over samples. Terms of an unknown kind count as means.
-        unclear: "" if all terms are known and of one kind. Otherwise, the reason why they are not,
+        unclear: "" if the terms show how to join the loss. Otherwise, the reason why they do not,
             for example that the loss adds means to sums over samples.
     """
 
@@ -124,11 +125,12 @@ def composition_of(
             nodes = [node for node, _ in edges]
             if not any(factors) or not any(nodes):
                 continue  # a term without a graph, or one times 0, such as 0 * unused.sum()
-            # With a factor of unknown value, a cross entropy cannot be joined by its count.
+            # The path "" stands for a factor that is computed from parameters. The value of the
+            # factor is unknown, so a cross entropy with this factor cannot be joined by its count.
             place, reduction = counted.get(tuple(nodes) if "" not in paths else (), (0, ""))
             try:
                 if are_equal(factors) and not any(paths) and edges.count(edges[0]) == len(edges):
-                    found.kinds.add("mean")  # one node for all replicas, as of a joined loss
+                    found.kinds.add("mean")  # all replicas share the node, as that of a joined loss
                 elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, any(paths))
                     # A sum over targets, divided by the number of samples, is a mean over samples.
@@ -144,8 +146,9 @@ def composition_of(
                         stack.append((own, [*map(operator.mul, factors, by)], paths))
             except UnclearError as error:
                 found.kinds.add("mean")  # the term is averaged
-                # Averaging is exact if the term is the same on all replicas. In even splits, any
-                # factor other than 1 may depend on the chunk size.
+                # Averaging is exact if the term is the same on all replicas. In even splits, a
+                # factor that depends on the chunk size, such as 1 / len(x), is the same on all
+                # replicas, too. So the only factors allowed in even splits are 1 and -1.
                 is_constant = are_equal(factors) and (len({*sizes}) > 1 or _is_one(factors))
                 if any(paths) or not is_constant or not _is_of_parameters(nodes):
                     found.unclear = found.unclear or str(error)
@@ -179,8 +182,8 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     """Return which reduction over samples an operator is, or "" if it is no mean or sum.
 
     The result is ``"mean"``, ``"sum"``, ``"sum of products"`` as in ``(x * w).sum()``, or
-    ``"sum of quotients"`` as in ``(x / n).sum()``. It is also "" for a cross entropy, which reduces
-    targets instead of samples, because the number of its targets is unknown here.
+    ``"sum of quotients"`` as in ``(x / n).sum()``. For a cross entropy, the result is "", because a
+    cross entropy reduces targets instead of samples, and their number is unknown here.
 
     Args:
         nodes: the autograd node of the operator on each replica.
@@ -206,8 +209,8 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
     are_samples &= not (repeats and 1 in map(math.prod, behind))
     if is_even:
         # Chunks of equal size do not show which dimension grows with the number of samples. So the
-        # length of a dimension must be this number. In a mean (such as that of all tokens), it may
-        # also be a multiple of this number.
+        # length of one dimension must be the chunk size. In a mean, such as that over all tokens,
+        # the length may also be a multiple of the chunk size.
         are_samples &= any((n % size if code == 1 else n - size) == 0 for n in shapes[0])
         reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
@@ -282,9 +285,9 @@ def _multipliers(node: Any) -> Sequence[float]:
 def _scaled(nodes: Sequence[Any], arguments: Mapping[Any, str]) -> tuple[Edges, str] | None:
     """Return the input that an operator divides by an argument, or multiplies by parameters.
 
-    The result is a pair of the input and the dotted path of the argument, or of the input and "" if
-    it is multiplied by a term that is computed from parameters alone. If the operator does neither,
-    return None.
+    The result is a pair: the input, and the dotted path of the argument. If the operator multiplies
+    the input by a term that is computed from parameters alone, the path is "". If the operator
+    neither divides nor multiplies in this way, return None.
 
     Args:
         nodes: the autograd node of the operator on each replica.
@@ -343,12 +346,12 @@ def _saved(node: Any, name: str) -> Any:
 def _is_number(saved: object) -> bool:
     """Return whether a value saved by autograd was a Python int or float in the user's code.
 
-    Autograd may save an int or float as a 0-dim tensor of dtype int64 or float64. Such a tensor may
-    also come from the user's code, but ``torch.result_type`` tells the two apart. With a 0-dim half
-    tensor, a saved float gives half, while a float tensor of the user's code gives a wider dtype.
-    In the same way, a 0-dim int8 tensor tells a saved int from an integer tensor. The user's own
-    half and int8 tensors give half and int8, too, but autograd saves no int or float with these
-    dtypes.
+    Autograd may save an int or float as a 0-dim tensor of dtype int64 or float64. A 0-dim tensor of
+    the user's code may look the same, but ``torch.result_type`` shows the difference. With a 0-dim
+    half tensor, the result type is half for a saved float, but float64 for a float64 tensor of the
+    user's code. With a 0-dim int8 tensor, the result type is int8 for a saved int, but int64 for an
+    int64 tensor of the user's code. A tensor that is itself half or int8 comes from the user's
+    code, because autograd saves no int or float with these dtypes.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)

@@ -23,10 +23,10 @@ its mask. These checks end with the first call that shows whether the loss is a 
 A call without gradients has no autograd graph to follow. There, an output is joined as follows:
 
 - An output that is a cross entropy is joined like a cross entropy in a call with gradients.
-- Any other output is joined as in the last call with gradients, if that call had equally many
-  cross entropies and the same arguments, with any values. (An argument that is None counts as
-  missing.) An exception is a masked mean: it is averaged with the n_i as weights, and a warning is
-  issued.
+- Any other output is joined as in the last call with gradients, if both calls have equally many
+  cross entropies and the same arguments. The values of the arguments may differ, but an argument
+  that is None counts as missing. An exception is a masked mean: it is averaged with the n_i as
+  weights, and a warning is issued.
 - In all other cases, ``Call._by_value`` compares the value of the output with the value of each
   cross entropy. If the output is a multiple of a cross entropy, it is joined like this cross
   entropy. Otherwise, it is averaged with a warning.
@@ -187,15 +187,16 @@ class Call:
           a masked mean in this call, and the next call checks again.
         - Otherwise, the output is a masked mean, and the checks end.
 
-        Until the checks end, a call checks nothing if no chunk has more than one sample. The result
-        is then an empty list.
+        Until the checks end, a call with a single sample in each chunk checks nothing. The result
+        of such a call is an empty list.
         """
         found, known = [*map(masked_mean_of, outputs)], self.history.masked
         masks = [own[-1] for own in found if own]
         lengths = {*map(divmod, map(len, masks), self.chunk_sizes)}
         may_be = known.get(key, max(self.chunk_sizes) > 1)
-        # A mask of samples has equally many rows for each sample. A factor with other lengths, such
-        # as one that is broadcast over the samples, is not a mask of samples.
+        # The length of a mask of samples is a multiple of the chunk size, the same multiple on each
+        # replica. Factors with other lengths, for example if they are broadcast over the samples,
+        # are not masks of samples.
         if not all(found) or not may_be or len(lengths) > 1 or lengths.pop()[1]:
             return []
         counts = torch.stack([mask.sum(dtype=torch.double).to(device) for mask in masks])
@@ -209,8 +210,8 @@ class Call:
                 known[key] = is_masked
             if not is_masked or (is_partial and is_alike):
                 return []
-        # If no mask selects an entry, the loss of each replica equals that of the batch, 0 or
-        # 0 / 0. So all weights may be 1.
+        # If no mask selects an entry, the loss is 0 or 0 / 0, on each replica as for the whole
+        # batch. So all weights may be 1.
         weights = [*counts.where(counts.any(), 1)]
         ignore_if_empty([node for node, *_ in found], weights)
         return weights
@@ -218,10 +219,9 @@ class Call:
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output is a single number, and not one row for each sample.
 
-        A 0-dim tensor is a number. An output with one entry on each replica may also be the row of
-        a single sample. If a chunk of the call has several samples, such an output is a number,
-        because there would be several rows otherwise. It is also a number if an earlier call has
-        joined it as a number.
+        A 0-dim tensor is a number. Another tensor of one entry is a number, or the row of a single
+        sample. The tensor counts as a number if a chunk of the call has several samples, which
+        would give several rows, or if an earlier call has joined the output as a number.
 
         Args:
             tensor: the output of one replica.
@@ -257,10 +257,10 @@ class Call:
         """Return the ``Composition`` of an output, by comparing it with each cross entropy.
 
         If the value of the output is a multiple of a cross entropy, the output is joined like this
-        cross entropy. Otherwise, the ``Composition`` is marked as unclear. A multiple of a summed
-        cross entropy is also unclear, unless its factor (without the sign) is 1, or 1 divided by a
-        tensor argument of the call. Any other factor may differ between the chunks. This method
-        waits for the values of the output and of the cross entropies.
+        cross entropy. Otherwise, the ``Composition`` is marked as unclear. For a summed cross
+        entropy, the absolute value of the factor must be 1, or 1 divided by a tensor argument of
+        the call. Any other factor may differ between the chunks, so the ``Composition`` is unclear.
+        This method waits for the values of the output and of the cross entropies.
 
         Hugging Face's Trainer needs the comparison, because it may evaluate before any call with
         gradients has shown how the loss of the model is computed. For example, the loss may be a

@@ -49,9 +49,9 @@ def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
     there = [tensor.to(device) for tensor in tensors]
     for before, after in zip(tensors, there, strict=True):
         if after is not before and after.grad_fn is not None:
-            # Let autograd run the backward of this copy as early as possible. By default, it could
-            # run it after the backward of the replica on ``device``, and the other replicas would
-            # have to wait for that.
+            # Let autograd run the backward of this copy as early as possible. By default, autograd
+            # could first run the backward of the replica on ``device``, and the other replicas
+            # would have to wait for their gradients.
             run_at_once(after.grad_fn)
     return there
 
