@@ -81,8 +81,8 @@ class BalanceWarning(UserWarning):
       tensors have no values.
     - An output, such as a loss, might differ from the one that would be computed from the whole
       batch at once.
-    - An input might not be split as intended. For example, a list as long as the batch is passed
-      whole to each device.
+    - An input might not be split as intended. For example, a list with one item for each sample is
+      passed whole to each device.
     """
 
 

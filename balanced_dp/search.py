@@ -223,8 +223,8 @@ class Search:
             start: the number to measure first.
 
         Yields:
-            Splits, of which only the first is valid: it is to be measured next. If nothing is
-            yielded, the search is over.
+            The split to measure next. Use only the first split that is yielded, because the others
+            do not take its measurement into account. If nothing is yielded, the search is over.
 
         Returns:
             The largest measured number within the limit, or 0 if there is none.

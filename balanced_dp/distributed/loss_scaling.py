@@ -102,9 +102,9 @@ def scale_loss(
             ``total`` is a result of ``count_all_ranks``, the group given there is used instead.
 
     Raises:
-        ArgumentError: ``count`` is higher than ``total``. If NCCL is the group's only backend, a
-            sum that the ranks compute is not checked, because reading it from the GPU would make
-            the host wait.
+        ArgumentError: ``count`` is higher than ``total``. The two are not compared if the ranks
+            compute ``total`` and NCCL is the group's only backend, because reading ``total`` from
+            the GPU would make the host wait.
         RuntimeError: a rank did not report its count within the group's timeout.
         ValueError: there is no process group.
 

@@ -386,8 +386,8 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
 def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that hold the data of ``elem``.
 
-    If ``elem`` is strided, the result is ``elem`` itself. If ``elem`` is a sparse COO tensor, the
-    result is its indices and its values.
+    The result is ``(elem,)`` if ``elem`` is strided, and ``(indices, values)`` if ``elem`` is a
+    sparse COO tensor.
 
     Raises:
         EmulationError: ``elem`` has another layout.

@@ -169,17 +169,17 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
               shows how large the difference is.
             - The output for a sample is found to depend on other samples of the same chunk. In this
               case, too, ``check`` shows the difference from the output for the whole batch.
-            - A list as long as the batch, or an object that holds tensors, is passed whole to each
-              device.
+            - A list whose length is the batch size, or an object that holds tensors, is passed whole
+              to each device.
             - The inputs contain lists or arrays, but no input is split.
             - All tensors that are split are in one list of items of the same type, as in
               ``model([a, b])``. Each of the tensors is split along ``dim``. If each item of the
               list is a sample, name the list in ``split``.
             - An output does not have one row for each sample. Its rows are joined in the order of
               the devices.
-            - An output is a list as long as each chunk, and is joined item by item: item 0 of the
-              result is joined from item 0 of each replica. If each item is for one sample, return a
-              tensor with one row for each sample. Otherwise, return a tuple.
+            - An output is a list whose length is the chunk size, and is joined item by item: item 0
+              of the result is joined from item 0 of each replica. If each item is for one sample,
+              return a tensor with one row for each sample. Otherwise, return a tuple.
             - An output is a key-value cache of Hugging Face's transformers, and None is returned in
               its place.
 

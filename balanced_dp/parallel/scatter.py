@@ -139,8 +139,8 @@ class Inputs:
         Warns:
             BalanceWarning: in each of these cases:
 
-                - A sequence as long as the batch is passed whole to each device, although it may
-                  have one entry for each sample.
+                - A sequence whose length is the batch size is passed whole to each device, although
+                  it may have one entry for each sample.
                 - An object that is not a container has tensors as attributes. These tensors are
                   neither split nor moved.
         """

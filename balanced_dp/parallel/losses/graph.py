@@ -240,7 +240,7 @@ def _kind_of_sum(entries: Any) -> str:
 
 
 def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divided: bool) -> str:
-    """Return whether a reduction over samples, times a factor, is a ``"mean"`` or a ``"sum"``.
+    """Return ``"mean"`` or ``"sum"``: what the product of a reduction and a factor amounts to.
 
     For example, a sum over samples that is divided by the number of samples is a ``"mean"``.
 

@@ -66,9 +66,9 @@ class OutputHistory:
 
     Attributes:
         losses: what the last call with gradients has shown about each output. The key is the
-            function and the dotted path of the output. The value is the terms that add up to the
-            output, and the form of that call: the number of its cross entropies, and the dotted
-            paths of its arguments that were not None.
+            function and the dotted path of the output. The value is a pair. Its first item is the
+            terms that add up to the output. Its second item describes the call: the number of cross
+            entropies, and the dotted paths of the arguments that were not None.
         masked: a dict that says whether an output is a masked mean. The key is the function and the
             dotted path of the output. An output for which this is not yet known has no entry.
         seen: a set with three kinds of entries:
