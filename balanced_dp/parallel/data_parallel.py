@@ -169,8 +169,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
               shows how large the difference is.
             - The output for a sample is found to depend on other samples of the same chunk. In this
               case, too, ``check`` shows the difference from the output for the whole batch.
-            - A list whose length is the batch size, or an object that holds tensors, is passed whole
-              to each device.
+            - A list whose length is the batch size, or an object that holds tensors, is passed
+              whole to each device.
             - The inputs contain lists or arrays, but no input is split.
             - All tensors that are split are in one list of items of the same type, as in
               ``model([a, b])``. Each of the tensors is split along ``dim``. If each item of the
