@@ -80,11 +80,11 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
 
 def _default_device() -> str | None:
-    """Return the emulated device on which factories create tensors, or None for torch's default.
+    """Return "cuda" if ``torch.set_default_tensor_type`` made it the default device, or None.
 
-    The script sets the emulated device by ``torch.set_default_tensor_type``. If the script also
-    sets torch's default, for example by ``torch.set_default_device``, torch's default takes
-    precedence. If no ``emulate_devices`` context is open, the result is None.
+    If the script also sets a default device in another way, for example by
+    ``torch.set_default_device``, that device takes precedence, and the result is None. If no
+    ``emulate_devices`` context is open, the result is None, too.
     """
     if not has_machine() or not current_machine().default_device:
         return None
@@ -242,9 +242,9 @@ def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False)
 def location_of(storage: torch.UntypedStorage) -> str | None:
     """Return the location of the storage of an emulated tensor, or None for other storages.
 
-    ``torch.save`` calls this function and writes the location into the file. The location is the
-    device, such as "cuda:0", if emulated devices are named "cuda". Otherwise it is "cpu", so that
-    the file can be loaded on any machine.
+    ``torch.save`` calls this function and writes the location into the file. If emulated devices
+    are named "cuda", the location is the device, such as "cuda:0". If they are named "lazy", the
+    location is "cpu", so that the file can be loaded on any machine.
     """
     machine, allocation = current_machine(), getattr(storage, "_allocation", None)
     if allocation is None:

@@ -1,10 +1,10 @@
 """Support for ``torch.autocast`` on emulated devices, with CUDA's lists of operators to cast.
 
 Emulated devices have the device type "lazy". ``torch.autocast`` refuses device types that have no
-dispatch key for autocast, and "lazy" has none. But the autocast key of another device type works
-for any tensor that carries the key. So emulated tensors carry the autocast key of PrivateUse1 (the
-device type "privateuseone"), and this file registers kernels for that key. These kernels cast the
-arguments of an operator before autograd sees the operator, as torch's own autocast kernels do.
+dispatch key for autocast, and "lazy" has none. But a tensor can carry the autocast key of another
+device type. So emulated tensors carry the autocast key of PrivateUse1 (the device type
+"privateuseone"), and this file registers kernels for this key. The kernels cast the arguments of an
+operator before autograd sees the operator, as torch's own autocast kernels do.
 
 While an ``emulate_devices`` context is open, torch's functions for the autocast state of "lazy" use
 the state of "privateuseone". If the emulated devices are named "cuda", torch's functions for the
@@ -28,8 +28,8 @@ from .tensor import AUTOCAST_KEY, EmulatedTensor
 
 # Source: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE of
 # aten/src/ATen/autocast_mode.h, torch 2.13. All other operators that torch casts on CUDA run in
-# float32 here. Two of them differ on CUDA: norm gets the argument dtype=torch.float32 instead, and
-# binary_cross_entropy raises an error.
+# float32 here. On CUDA, autocast treats two of these operators differently: it does not cast the
+# input of norm, but passes dtype=torch.float32, and it raises an error for binary_cross_entropy.
 _LOWER_PRECISION = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
     conv_transpose3d convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
     addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell

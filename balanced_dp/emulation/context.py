@@ -118,9 +118,9 @@ def emulate_devices(
             ``torch.OutOfMemoryError``. None means no limit.
         symbolic: whether to keep only the shapes of floating-point and complex tensors. Such
             tensors have no data, and operators on them do no arithmetic, so a model far larger than
-            the memory of this machine can be measured. Integer and bool tensors keep their values,
-            unless they are computed from values that are not kept. Reading a value that was not
-            computed raises ``SymbolicValueError``.
+            the memory of this machine can be measured. Integer and bool tensors keep their values.
+            But the mask ``x > 0``, for example, has no values if ``x`` has none. Reading a value
+            that was not computed raises ``SymbolicValueError``.
         as_cuda: whether the devices are named ``torch.device("cuda", i)``, for code that was
             written for GPUs. ``.cuda()``, ``device="cuda:1"``, ``torch.cuda``,
             ``torch.accelerator``, ``tensor.is_cuda`` and similar names then refer to the emulated
@@ -178,7 +178,7 @@ def _capacities(num_devices: int, memory: Any) -> list[int]:
 
 def _warn_of_leaks(machine: Machine) -> None:
     if any(ledger.allocated_bytes for ledger in machine.ledgers):
-        gc.collect()  # the first optimizer of a process leaves a cycle, which is no leak
+        gc.collect()  # the first optimizer of a process leaves a reference cycle, not a leak
     leaks = [
         f"{use} {format_bytes(num_bytes)} on {device}"
         for device, ledger in zip(machine.devices, machine.ledgers, strict=True)

@@ -67,8 +67,8 @@ class Event:
         return (end_event._time_s - self._time_s) * 1e3
 
 
-# Optimizers import dynamo, which in torch 2.5 asserts that streams and events have these bases.
-# Mypy reads the types of a newer torch, which lacks these bases.
+# Optimizers import dynamo. In torch 2.5, dynamo asserts that the classes of streams and events are
+# subclasses of _StreamBase and _EventBase. Mypy reads the types of a newer torch, which lacks both.
 if torch.__version__ < "2.6":
     torch._streambase._StreamBase.register(Stream)  # type: ignore[attr-defined]
     torch._streambase._EventBase.register(Event)  # type: ignore[attr-defined]

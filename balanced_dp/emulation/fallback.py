@@ -55,8 +55,8 @@ def training_devices(
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.
-        EmulationError: devices must be emulated, but another ``emulate_devices`` context is open,
-            or the installed torch lacks a function or class that the emulation needs.
+        EmulationError: devices must be emulated, but cannot be: another ``emulate_devices`` context
+            is open, or the installed torch lacks a function or class that the emulation needs.
 
     Examples:
         >>> with training_devices(2) as devices:

@@ -203,8 +203,8 @@ def _add(self: Any, other: Any, **kwargs: Any) -> Any:
     On CUDA, autograd's engine adds gradients in place unless other tensors share their memory. Here
     the engine adds gradients out of place, because they are instances of a tensor subclass. So for
     a moment, the sum exists together with the gradients that were added. If the engine would add in
-    place on CUDA, the sum does not count toward the peak at once, but when the ``DeviceLedger`` of
-    the device is used next. By then, the engine has usually freed the gradients.
+    place on CUDA, the sum counts toward the peak only when the ``DeviceLedger`` of the device is
+    used next. By then, the engine has usually freed the gradients.
 
     If the engine adds two gradients, they are gradients of the same tensor. If one of them has the
     label "gradient", both are gradients of a leaf tensor. So the label of the other one and of the
@@ -284,20 +284,21 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Any:
 
 # On most backends, torch computes a linear layer with up to five operators, and its gradients with
 # up to ten. Here, one operator computes the layer, and another one its gradients, with the same
-# memory. This is faster, because each operator goes through Python: with torch's operators, a
-# training step of BERT took a tenth longer.
+# memory. Each operator goes through Python, so fewer operators are faster: with torch's operators,
+# a training step of BERT took a tenth longer.
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradNestedTensor)
-"""The dispatch key under which torch has an autograd kernel for ``linear`` as one operator."""
+"""The dispatch key of torch's autograd kernel that runs ``linear`` as one operator."""
 
 
 def _linear(keys: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    # As one operator, linear saves its input and its weight for the backward pass. Torch's several
-    # operators save the same only if both require gradients and the input is contiguous.
+    # If linear runs as one operator, it saves its input and its weight for the backward pass. If
+    # torch decomposes it, the several operators save the same tensors only if both tensors require
+    # gradients and the input is contiguous.
     saves_both = input.requires_grad and weight.requires_grad and input.is_contiguous()
     has_rows = weight.dim() == 2 and weight.numel() and (bias is None or bias.dim() == 1)
-    # Dispatch modes, such as that of selective checkpointing, expect torch's several operators.
-    # Linear as one operator does not support forward-mode AD.
+    # Dispatch modes, such as that of selective checkpointing, expect the several operators. If
+    # linear runs as one operator, it does not support forward-mode AD.
     is_seen = torch._C._len_torch_dispatch_stack() or torch.autograd.forward_ad._current_level >= 0
     # Complex inputs need torch's operators, because _linear_backward does not conjugate.
     if saves_both and has_rows and not is_seen and input.is_floating_point():
@@ -308,8 +309,9 @@ def _linear(keys: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
 def _linear_backward(input: Tensor, grad: Tensor, weight: Tensor, mask: list[bool]) -> Any:
     if not grad.is_contiguous():
         # Torch's operators copy grad, free the original, and then compute the gradients. Here
-        # autograd holds the original until this function returns. So this copy is freed at once. It
-        # is made only so that the peak includes the moment when original and copy both exist.
+        # autograd holds the original until this function returns. So the next line makes a copy
+        # that is freed at once. As with torch's operators, the peak then includes a moment when
+        # original and copy both exist, but the gradients are computed while only one of them does.
         grad.reshape(-1, grad.size(-1))
     wrapped = Wrapped(aten.linear_backward.default)
     x, g, w = wrapped.unwrap((input, grad, weight))
@@ -437,13 +439,13 @@ class _Fused(torch.autograd.Function):
         dtype = torch.promote_types(elems[0].dtype, torch.float32)
         outputs, kept = wrapped.wrap((run(*elems), elems[0].new_empty(num_kept, dtype=dtype)))
         ctx.func, ctx.run = func, run
-        ctx.save_for_backward(*inputs, outputs[0], kept)  # as in cuDNN, not the final states
+        ctx.save_for_backward(*inputs, outputs[0], kept)  # cuDNN saves no final states, either
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # As with cuDNN, differentiating twice is an error. once_differentiable raises it only if a
-        # gradient requires grad, so here all gradients do.
+        # As with cuDNN, differentiating twice is an error. once_differentiable raises the error
+        # only if a gradient requires grad, so all gradients are made to require grad.
         given = [g.detach().requires_grad_() for g in grads] if torch.is_grad_enabled() else grads
         return _Fused._backward(ctx, *given)
 

@@ -2,8 +2,8 @@
 
 A ``DeviceLedger`` records the memory of one device. It has one ``Block`` for each storage on the
 device. Each storage holds the only reference to an ``Allocation``, so both are deallocated
-together. When the ``Allocation`` is deallocated, it frees the block. Python's reference counting is
-enough for this, so memory is freed without the garbage collector.
+together. When the ``Allocation`` is deallocated, it frees the block. Python's reference counting
+deallocates storages, so memory is freed without the garbage collector.
 
 Each block has a label, which says what the memory is used for. The label may change while the block
 is allocated: for example, a tensor becomes a gradient only after it was computed. So the bytes for
@@ -98,8 +98,8 @@ class DeviceLedger:
         self._lock = threading.Lock()
         self._live: dict[int, Block] = {}
         self._freed_since_peak: Counter[Label] = Counter()
-        # Allocation.__del__ only appends to this queue. It must not take the lock, because it may
-        # run anywhere, even while its thread holds the lock.
+        # Allocation.__del__ only appends to this queue. __del__ may run anywhere, even while its
+        # thread holds the lock, so __del__ must not take the lock.
         self._to_free: deque[Block] = deque()
         self._next_number = 0
         self._peak_number = -1

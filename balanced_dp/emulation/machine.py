@@ -175,8 +175,8 @@ def label_of_results(machine: Machine) -> Label:
 
     The first of these cases that applies decides the label:
 
-    - An optimizer's ``step`` runs: "other". The backward pass of a closure that ``step`` calls is
-      excluded.
+    - An optimizer's ``step`` runs: "other". But in the backward pass of a closure that ``step``
+      calls, the cases below apply.
     - The running autograd node receives gradients of leaf tensors: "gradient".
     - All other cases: "activation".
     """

@@ -103,8 +103,9 @@ _lock = threading.RLock()
 def _apply_in_place(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     # `param.data = ...` cannot turn a plain tensor into a subclass, so Module.to would replace the
     # parameters of each module and untie tied parameters. If a flag of torch is set, Module.to
-    # swaps the parameters in place instead. The flag is set only inside of Module._apply. If it
-    # stayed set, load_state_dict would swap parameters, too, and fail if a graph holds one.
+    # swaps the parameters in place instead. The flag is set only inside of Module._apply. If the
+    # flag stayed set, load_state_dict would swap parameters, too, and would fail if an autograd
+    # graph holds a parameter.
     with _lock:  # all threads share the flag
         before = _future.get_swap_module_params_on_conversion()
         _future.set_swap_module_params_on_conversion(True)

@@ -200,9 +200,9 @@ def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _
     value that cannot be created from a layout alone, such as a tensor whose values are known, or a
     view of an input.
 
-    ``storages`` lists the storage of each tensor in ``inputs``, as a number. The function appends
-    the storage of each new output. So if the storage of an output is already in the list, the
-    output is an input, or shares its storage with an input or with another output.
+    ``storages`` lists the storage of each tensor in ``inputs``, as a number. ``_how_to_make``
+    appends the storage of each new output. So if the storage of an output is already in the list,
+    the output is an input, or shares its storage with an input or with another output.
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]

@@ -253,7 +253,7 @@ def _emulated_subclass(cls: Any) -> Any:
 
     def torch_function(both: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A result on the CPU must get the class cls, and not the class ``both`` (created below). So
-        # call the method of cls. For an emulated result, the method of cls calls
+        # call cls.__torch_function__. For an emulated result, cls.__torch_function__ calls
         # EmulatedTensor.as_subclass, which gives the result the class ``both``.
         known = [cls if kind is both else kind for kind in types]
         return cls.__torch_function__(func, known, args, kwargs)
