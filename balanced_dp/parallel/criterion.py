@@ -26,8 +26,8 @@ class BalancedCriterion(nn.Module):
     batch, so that large outputs, such as the logits of a language model, are never gathered on one
     device. The losses of the devices are joined into one, as a ``BalancedDataParallel`` joins the
     losses that a model returns. Losses with a row for each sample are concatenated. The value and
-    the gradients are those of the whole batch. A warning names each loss for which this may not be
-    true.
+    the gradients are those of the whole batch. If a loss may differ from the loss of the whole
+    batch, a warning names this loss.
 
     If the outputs are not a ``PerDevice``, they are passed to ``criterion`` unchanged. So the same
     line of code works for a module that is not wrapped.
@@ -48,8 +48,8 @@ class BalancedCriterion(nn.Module):
             entries of its samples.
 
     Shape:
-        - Outputs: a ``PerDevice`` with one output for each chunk, in the form that ``criterion``
-          takes.
+        - Outputs: a ``PerDevice`` with one output for each chunk. ``criterion`` is called with each
+          of these outputs.
         - Targets: tensors of ``(N, *)``, with the batch size N at the model's ``dim``, on any
           device.
         - Loss: the loss that ``criterion`` computes for the whole batch, on the model's output
@@ -61,7 +61,7 @@ class BalancedCriterion(nn.Module):
         GatherError: on a call, the losses cannot be joined.
 
     Warns:
-        BalanceWarning: once for each loss that may differ from that of the whole batch.
+        BalanceWarning: once for each loss that may differ from the loss of the whole batch.
 
     Examples:
         >>> from balanced_dp import BalancedDataParallel
@@ -133,5 +133,5 @@ class _Function(nn.Module):
             self.register_buffer(name, options[name], persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with these arguments and those stored in its ``functools.partial``."""
+        """Call the function with the given arguments and the stored keyword arguments."""
         return self.function(*args, **{**self._options, **self._buffers, **kwargs})

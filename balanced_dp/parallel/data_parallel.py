@@ -79,14 +79,14 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     Args:
         gpu0_bsz: an int of at least 0: the maximum number of samples of a batch that the first
-            device gets. With 0, the first device runs the module only if the batch has no samples
-            or no input is split. None means no limit: the split is even, or in proportion to
+            device gets. With 0, the first device runs only the batches without samples and the
+            calls that split no input. None means no limit: the split is even, or in proportion to
             ``device_weights``. ``"auto"`` searches for the split that leaves the largest share of
             memory free on the fullest device. The search starts with the even split, and reads the
-            peak memory of the devices after each optimizer step. It tries at most six splits, or
-            more if memory runs out. A split with which memory runs out raises
-            ``torch.OutOfMemoryError``. Catch the error and repeat the step: the search then uses
-            another split, if there is one. State dicts contain the split that ``"auto"`` has found.
+            peak memory of the devices after each optimizer step. It tries at most six splits. If
+            memory runs out, it may try more. Each time memory runs out, ``torch.OutOfMemoryError``
+            is raised. Catch the error and repeat the step: the search then uses another split, if
+            there is one. State dicts contain the split that ``"auto"`` has found.
         module: the module to parallelize. With a single device, the constructor moves the module to
             this device. With several devices and without ``spread``, the parameters and buffers
             must be on ``device_ids[0]``. With several devices and ``spread``, the constructor
@@ -113,9 +113,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         scalar_outputs: how the 0-dim outputs of the replicas, such as losses, are joined.
 
             - ``"auto"`` computes the value of the whole batch if the output is a cross entropy, a
-              mean over samples, or a sum over samples. The output may also add up several of these,
-              but not both means and sums over samples. Most other outputs are averaged as with
-              ``"mean"``, with a warning.
+              mean over samples, a sum over samples, or several of these added up. A mean over
+              samples plus a sum over samples is averaged as with ``"mean"``, with a warning, and so
+              are most other outputs.
             - ``"mean"`` computes the mean over the replicas, weighted by their numbers of samples.
             - ``"sum"`` computes the sum over the replicas.
             - ``"stack"`` returns a vector with one entry for each replica, as ``nn.DataParallel``
@@ -298,7 +298,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
-        # A PerDevice needs the batch size for its ``chunk_sizes``. Joining one output needs none.
+        # A PerDevice needs the batch size for its ``chunk_sizes``. Joining one output works
+        # without the batch size.
         batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
         call = self._new_call(devices, () if batch_size is None else [batch_size])
         return self._joined([output], call)
@@ -420,10 +421,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def device_weights(self) -> tuple[float, ...] | None:
-        """The argument ``device_weights``, or None if it was omitted.
-
-        It is also None if there are fewer than two devices.
-        """
+        """The argument ``device_weights``; None if omitted, or with fewer than two devices."""
         return self._policy.device_weights
 
     def split(self, batch_size: int) -> tuple[int, ...]:
@@ -453,9 +451,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             **kwargs: the keyword arguments of a call.
 
         Returns:
-            A ``CheckResult``, which ``print`` shows as a table. It lists the outputs, and the
-            gradients of parameters, that differ by more than rounding errors, each with the likely
-            cause. The gradients are those of a weighted sum of the outputs.
+            A ``CheckResult``, which ``print`` shows as a table. The table lists each output, and
+            each parameter's gradient, that differs by more than rounding errors. For each
+            difference, the table names the likely cause. The gradients are those of a weighted sum
+            of the outputs.
 
         Examples:
             >>> parallel = BalancedDataParallel(1, torch.nn.Linear(4, 2), ["cpu", "cpu"])
@@ -467,15 +466,16 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def shared_weights(self) -> AbstractContextManager[None]:
         """Context manager inside which all calls use the same copies of the weights.
 
-        The weights are copied to each of the other devices only once. Use this for loops that do
-        not change the weights, such as evaluation and gradient accumulation. Step the optimizer
-        after the block. Inside the block, two kinds of writes raise no error, but do not reach all
-        copies: writes through ``.data``, and writes to frozen weights, such as a moving average
-        that ``module.forward`` updates.
+        The weights are copied to a device only once, in the first call that uses the device. Use
+        this for loops that do not change the weights, such as evaluation and gradient accumulation.
+        Step the optimizer after the block. Inside the block, two kinds of writes raise no error,
+        but do not reach all copies: writes through ``.data``, and writes to frozen weights, such as
+        a moving average that ``module.forward`` updates.
 
         Raises:
-            RuntimeError: a call finds that, since the first call in the block, a parameter that
-                requires grad was changed, or any parameter was replaced, frozen or unfrozen.
+            RuntimeError: after the first call in the block, a parameter that requires grad was
+                changed, or any parameter was replaced, frozen or unfrozen. The next call in the
+                block raises the error.
 
         Examples:
             >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])

@@ -32,27 +32,27 @@ class Gather:
       several dimensions have this size, the tensors cannot be concatenated. If no dimension has
       this size, but the batch dimension has size 1, the tensors are concatenated along the batch
       dimension.
-    - The rows of concatenated tensors are in the order of the devices. A warning is issued unless
-      each sample has exactly one row. Tensors that cannot be concatenated must be equal on all
-      replicas, and one of them is returned.
+    - The rows of concatenated tensors are in the order of the devices. If a replica's number of
+      rows differs from its chunk size, a warning is issued. Tensors that cannot be concatenated
+      must be equal on all replicas, and one of them is returned.
     - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, this dimension is
       restored before the tensors are concatenated.
     - 0-dim tensors are joined into one value or, with ``scalar_outputs="stack"``, stacked into a
       vector. If any chunk has several samples, tensors of one element, such as those of shape
       ``(1,)``, are joined like 0-dim tensors. Integers and bools that differ between replicas are
       added up, with a warning. The sum of bools is True if any of them is True.
-    - The items of a list or tuple (not a named tuple) are either *entries*, one for each sample, or
-      *outputs*, each for all samples of the chunk. Entries of all replicas are put into one list or
-      tuple. Outputs are joined item by item, like the containers below.
-    - Items are outputs if there is only one replica, or if the length of the list or tuple differs
-      from the chunk size on at least one replica.
-    - Otherwise, items may be of either kind. With chunks of different sizes, they are taken for
-      entries. With chunks of equal size, the items of a tuple are taken for outputs. The items of a
-      list are taken for outputs if the list is equal on all replicas, if it has a tensor whose
-      batch dimension has the chunk size, or if it has tensors and each of them has one element. The
-      items of any other list are taken for entries.
-    - A list whose items are taken for outputs causes a warning, since the items may be entries. A
-      list of one item causes no warning, unless the item is a dictionary.
+    - The items of a list or tuple (not a named tuple) may be *entries*, one for each sample. The
+      entries of all replicas are put into one list or tuple. Lists and tuples of other items, such
+      as ``(logits, states)``, are joined item by item, like the containers below.
+    - If there is only one replica, or if the length of the list or tuple differs from the chunk
+      size on any replica, the items are not entries.
+    - If there are several replicas, and the length is the chunk size on each of them, the items may
+      be entries. With chunks of different sizes, they are taken for entries. With chunks of equal
+      size, the items of a tuple are not taken for entries. The items of a list are taken for
+      entries, except in three cases: the list is equal on all replicas; the list has a tensor whose
+      batch dimension has the chunk size; or the list has tensors, each of one element.
+    - In each of these three cases, a warning is issued, since the items may still be entries. If
+      the list has one item, the warning is issued only if the item is a dictionary.
     - Other containers are joined item by item: each item of the result is joined from the items
       with the same name or position. A key-value cache of Hugging Face's transformers becomes None,
       with a warning. Any other value must be equal on every replica and is returned unchanged.
@@ -68,7 +68,7 @@ class Gather:
             - The outputs differ in structure, or in a value that is not a tensor.
             - No single dimension of a tensor holds the samples.
             - An output has a type that cannot be joined.
-            - All replicas return the same list or dictionary object, instead of one of their own.
+            - All replicas return the same list or dictionary object. Each must return a new one.
     """
 
     device: torch.device
@@ -139,8 +139,8 @@ class Gather:
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
         first, how = tensors[0], self.call.scalar_outputs
         sizes = self.call.chunk_sizes or (0,) * len(tensors)
-        # A single tensor (the output of the only replica, or an entry of a list) is not joined. But
-        # "stack" makes the 0-dim output of the only replica a vector.
+        # A single tensor (the output of the only replica, or an entry of a list) is not joined. An
+        # exception is a 0-dim output of the only replica: with "stack", it becomes a vector.
         if len(tensors) == 1 and (first.dim() or how != "stack" or len(sizes) > 1):
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}

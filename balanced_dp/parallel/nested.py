@@ -60,7 +60,7 @@ def check_paths(
     such names to positional arguments without a parameter.
 
     Args:
-        option: the name of the option for which the paths are given, for the error message.
+        option: the name of the option that contains the paths. The error message shows it.
         paths: dotted paths of arguments, such as ``"batch.mask"``, or a single path.
         function: the function that is called with these arguments.
 
@@ -113,7 +113,7 @@ def items(container: object, path: str = "") -> list[tuple[str, Any]] | None:
 
 
 def checked_items(value: object, path: str, error: type[Exception]) -> list[tuple[str, Any]] | None:
-    """Return the items of an input or output, as ``items`` does, after checking its type.
+    """Check the type of an input or output, and return ``items(value, path)``.
 
     Args:
         value: the input or output.

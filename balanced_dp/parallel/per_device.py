@@ -110,7 +110,7 @@ class PerDevice(Scattered):
 
         Args:
             function: the function, which is called once for each output, in parallel. For an output
-                of ``n`` samples, it returns 0-dim tensors, or tensors whose batch dimension has
+                of ``n`` samples, it must return 0-dim tensors, or tensors whose batch dimension has
                 size ``n``.
             *args: further positional arguments of the function, for the whole batch. Tensors are
                 split over the devices as the batch was.

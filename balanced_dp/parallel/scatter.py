@@ -76,10 +76,10 @@ class Inputs:
     def batch_size(self) -> int | None:
         """Return the number of samples of the whole batch, or None if nothing is split.
 
-        Inputs of these kinds are looked for, in this order. The first one found gives the number:
+        0-dim tensors, and tensors named in ``broadcast``, are ignored. Inputs of these kinds are
+        looked for, in this order. The first one found gives the number:
 
-        1. a tensor that is neither 0-dim nor named in ``broadcast`` or ``split``: its size along
-           ``dim``,
+        1. a tensor that is not named in ``split``: its size along ``dim``,
         2. a tensor named in ``split``: its size along ``dim``,
         3. a ``Scattered``: its number of samples,
         4. another sequence named in ``split``: its length.
@@ -118,10 +118,10 @@ class Inputs:
     ) -> list[Arguments]:
         """Return the positional and keyword arguments for each device. Differentiable.
 
-        A tensor is copied from its device directly to each of ``devices``. On the device that holds
-        the tensor, a chunk is a copy, too. But if the whole tensor is sent to that device, it is
-        passed without a copy. If that device repeats in ``devices``, only the first of its replicas
-        gets the tensor itself, and the others get copies.
+        A tensor is copied from its device, here called A, directly to each of ``devices``. If the
+        tensor is split, the chunk for A is a copy, too. If the whole tensor is sent to A, the first
+        replica on A gets the tensor itself. If A repeats in ``devices``, the other replicas on A
+        get copies of the tensor.
 
         Args:
             devices: the devices to which the arguments are sent.
@@ -208,7 +208,7 @@ class Inputs:
             return [value] * len(devices)
         rows = self._rows(children, split)
         if len(rows) == 1 and all(map(operator.is_, rows[0], (child for _, child in children))):
-            return [value]  # the container itself, so that what forward writes to it is not lost
+            return [value]  # the container itself, so that the caller sees writes by forward
         return [nested.rebuild(value, row) for row in rows]
 
     def _lengths(self, length: int, path: str, sizes: Sequence[int]) -> list[int]:
@@ -322,7 +322,7 @@ def _error(path: str, message: str) -> ScatterError:
 
 
 def _is_below(path: str, others: Iterable[str]) -> bool:
-    """Return whether a dotted path is one of ``others`` or inside one, as ``a.b`` is in ``a``."""
+    """Return whether a dotted path is one of ``others`` or inside one: ``a.b`` is inside ``a``."""
     return any(f"{path}.".startswith(f"{other}.") for other in others)
 
 
@@ -332,7 +332,7 @@ def move(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torc
     If ``copy`` is True, the result is a new tensor even if ``tensor`` is on ``device``.
     """
     if not is_cuda(device) or tensor.device.type != "cpu":
-        # A copy to the CPU must block, or it could be read before it is complete.
+        # A transfer to the CPU must block, or the result could be read before the transfer ends.
         return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
     stream = side_stream(device, "copies")  # so that the copy does not wait for queued kernels
     with on_stream(stream):
