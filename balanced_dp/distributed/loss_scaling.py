@@ -76,8 +76,8 @@ def scale_loss(
 
     ``DistributedDataParallel``, ``fully_shard``, accelerate and DeepSpeed average gradients over
     ranks with equal weights. With scaled losses, the averaged gradients are those of the mean loss
-    of the whole batch. With gradient accumulation, this holds if ``total`` includes the counts of
-    all micro-batches: ``scale_loss(loss_i, count_i, total=count_all_ranks(sum(counts)))``. If
+    of the whole batch. With gradient accumulation, ``total`` must include the counts of all
+    micro-batches, as in ``scale_loss(loss_i, count_i, total=count_all_ranks(sum(counts)))``. If
     the framework divides the loss by the number of micro-batches, as accelerate and DeepSpeed do,
     multiply the scaled loss by this number.
 
@@ -88,9 +88,9 @@ def scale_loss(
     reentrant checkpoint get no hooks, so a 0 / 0 there still makes gradients NaN.
 
     Args:
-        loss: this rank's mean over its ``count`` samples or tokens, a tensor of one element and
-            any floating-point dtype. The factor ``world_size * count / total`` is rounded to this
-            dtype; in bfloat16, 8 significant bits remain.
+        loss: this rank's mean over its ``count`` samples or tokens. It is a tensor of one element,
+            with any floating-point dtype. The factor ``world_size * count / total`` is rounded to
+            this dtype; in bfloat16, 8 significant bits remain.
         count: the number of samples or tokens of which ``loss`` is the mean, at least 0. If
             ``loss`` is a weighted mean, ``count`` is the sum of the weights. The host reads this
             number, so a tensor on a device makes the host wait. To avoid this, count labels before

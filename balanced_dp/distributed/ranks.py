@@ -102,9 +102,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     """A batch sampler for one rank, which yields ``chunk_sizes[rank]`` indices of each batch.
 
     Use it as the ``batch_sampler`` of a ``DataLoader``. In each epoch, every sample is yielded
-    exactly once over all ranks. A smaller last batch is split in the same proportion, without
-    repeated samples. No samples are dropped, except with ``drop_last``. All ranks have the same
-    number of batches.
+    exactly once over all ranks. A smaller last batch is split in the same proportion. With
+    ``drop_last``, it is dropped instead. All ranks have the same number of batches.
 
     A rank whose chunk of a batch is empty gets an empty list. Even if all ``chunk_sizes`` are above
     0, a small last batch may have empty chunks. So use ``EmptyBatches`` as the ``collate_fn`` of
@@ -175,9 +174,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"batch_size={batch_size}, got {found[0]} sizes with the sum {found[1]}"
             )
         self.epoch = 0
-        # A pass that resumes skips the first samples of its epoch. _next_start and _start are the
-        # numbers of samples that the next and the current pass skip. _num_yielded is the number of
-        # batches that the current pass has yielded.
+        # A pass that resumes skips the first samples of its epoch. The current pass skips _start
+        # samples, and the next pass skips _next_start samples. The current pass has yielded
+        # _num_yielded batches.
         self._next_start = self._start = self._num_yielded = 0
 
     def __len__(self) -> int:

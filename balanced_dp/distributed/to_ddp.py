@@ -42,8 +42,9 @@ def convert(
             ``model.device_ids`` is empty, as it is by default on a machine without accelerators,
             the module stays on its device.
         **ddp_arguments: arguments of ``DistributedDataParallel``. Two of them have other defaults
-            than in torch: ``gradient_as_bucket_view=True``, which avoids a copy of the gradients,
-            and, on an accelerator, ``device_ids=[device]``, which moves inputs to the device.
+            than in torch. The default ``gradient_as_bucket_view=True`` avoids a copy of the
+            gradients. On an accelerator, the default ``device_ids=[device]`` moves inputs to the
+            device.
 
     Raises:
         ArgumentError: ``device`` is None and has no default: ``model.devices`` has no entry for
@@ -68,7 +69,7 @@ def convert(
 
 def _device_of_this_rank(devices: Sequence[torch.device]) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK") or dist.get_rank())
-    if len(set(devices)) == 1:  # the CPU, repeated, or the only accelerator that a process sees
+    if len(set(devices)) == 1:  # such as ["cpu", "cpu"], or the only visible accelerator
         return devices[0]
     if local_rank >= len(devices):
         raise ArgumentError(

@@ -20,8 +20,8 @@ METRICS: dict[str, Callable[[Report], float]] = {
 
 - ``peak``: the highest peak of any device, in bytes.
 - ``max_batch``: the number of samples in the largest batch that fits.
-- ``speed``: the number of samples per second. On emulated devices, the speed is the most samples on
-  any device with the even split, divided by the most samples on any device with the best option.
+- ``speed``: the number of samples per second. On emulated devices, the speed is the largest chunk
+  of the even split, divided by the largest chunk of the best option (both in samples).
 """
 
 

@@ -87,11 +87,13 @@ def draw_peaks(axes: Axes, report: Report) -> None:
 def draw_uses(axes: Axes, report: Report) -> None:
     """Draw what fills each device at its peak, for the best option and for another option.
 
-    An option is a way to train a batch, with its measurements. The other option has the same batch
-    size as the best option. It is ``report.even``, which has the even split. If ``report.even`` is
-    None, is the best option, ran out of memory or has another batch size, the next option in the
-    ranking with the batch size of the best option is drawn instead. If there is none, only the best
-    option is drawn.
+    An option is a way to train a batch, with its measurements. The other option must have the same
+    batch size as the best option. It is the first such option in this list:
+
+    1. ``report.even``, which has the even split, if it did not run out of memory.
+    2. The other ranked options, the better ones first.
+
+    If there is no such option, only the best option is drawn.
     """
     best, even = report.best, report.even
     ran = {even.line: even} if even is not None and not even.out_of_memory else {}

@@ -44,7 +44,7 @@ Part: TypeAlias = str | Code | TextTable
 """A part of the text of a report: sentences, lines of code, or a table."""
 
 _FIRST = {"speed": "fastest first", "headroom": "least full first", "batch": "largest batch first"}
-"""The order in which a report lists its options, in words, for each goal of a report."""
+"""For each goal of a report, words for the order in which the report lists its options."""
 
 
 def answer(report: Report) -> Iterator[Part]:
@@ -282,8 +282,8 @@ def candidate_table(report: Report) -> TextTable:
 def speed(option: Option, report: Report) -> float:
     """Return the speed of an option in samples per second.
 
-    On emulated devices, return ``Option.speed`` instead. This is the speed relative to the even
-    split: the most samples on any device with the even split, divided by the most with the option.
+    On emulated devices, return ``Option.speed`` instead: the largest chunk of the even split,
+    divided by the largest chunk of the option (both in samples).
     """
     return option.samples_per_s if report.mode == "real" else option.speed
 

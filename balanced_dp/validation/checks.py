@@ -44,7 +44,8 @@ class Check:
         part: ``"gradients"``, ``"memory"`` or ``"time"``.
         what: the cases that were compared, such as ``"gpu0_bsz=1, allocator"``.
         ok: whether the difference is within its limit.
-        value: the number that determines ``ok``, with its unit.
+        value: the number that determines ``ok``, with its unit; ``"equal"`` if all gradients and
+            outputs are equal up to rounding.
         note: further numbers, or the reason for the result.
     """
 

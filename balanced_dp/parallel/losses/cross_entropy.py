@@ -148,10 +148,11 @@ def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: 
 def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a replacement for ``function``, a cross entropy of torch, that also counts targets.
 
-    The replacement saves the same tensors for backward as ``function``, and returns the same value.
-    If ``run_counted`` records the cross entropy, there are two differences. A mean over no targets
-    is 0 instead of NaN. The replacement returns a clone of the recorded value, because ``forward``
-    may write to what it receives.
+    The replacement returns the same value as ``function``, and saves the same tensors for backward.
+    There are two differences if ``run_counted`` records the cross entropy:
+
+    - A mean over no targets is 0 instead of NaN.
+    - The result is a clone of the recorded value, because ``forward`` may write to the result.
     """
 
     @functools.wraps(function)
@@ -202,7 +203,7 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Te
 
 
 def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Let autograd nodes return 0 instead of NaN gradients on replicas whose loss has weight 0.
+    """Let hooks replace NaN gradients by 0 on the replicas whose loss has weight 0.
 
     The backward of a mean over no entries computes 0 / 0, which is NaN. If this NaN were added to
     the gradients of the other replicas, the sum would be NaN.

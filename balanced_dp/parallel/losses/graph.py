@@ -10,12 +10,11 @@ samples, and cross entropies.
 Between the loss and its reductions, terms may be reshaped, added, subtracted, and multiplied or
 divided by Python numbers. They may also be divided by a tensor, if this tensor is an argument of
 the function that computes the loss. A term that is computed from parameters alone, such as
-``s.exp()``, may multiply means and sums over samples, and may be added to means over samples and
-cross entropies. Any other operation between the loss and its reductions makes the loss unclear (see
-``Composition``). No value is read from a device, and no user code is run again. The graphs of the
-replicas are followed side by side: they differ only in the number of samples. ``masked_mean_of``
-recognizes one more kind of loss: entries are multiplied by a mask and added up, and the sum is
-divided by another tensor.
+``s.exp()``, may multiply means and sums over samples, and may be added to cross entropies and to
+means over samples. Any other operation between the loss and its reductions makes the loss unclear
+(see ``Composition``). No value is read from a device, and no user code is run again. The graphs of
+the replicas are followed side by side, because they usually differ only in the number of samples.
+``masked_mean_of`` recognizes one more kind of loss: ``(entries * mask).sum() / divisor``.
 
 Each replica gets a part of the batch, a chunk. In the part of the graph between the reductions and
 the inputs, ``how_samples_mix`` looks for operators whose result for one sample depends on other
@@ -58,10 +57,9 @@ _SELECTS = re.compile(r"CopySlices|Select|Slice|Unbind|\w*Split\w*|Index(Select|
 """Operators with which code loops over samples, or selects some of them."""
 
 _COMPUTES = re.compile(r"Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Sum|\w*Norm")
-"""Operators that compute with nothing but tensors.
+"""Operators that have an edge in the autograd graph for each tensor from which they compute.
 
-Operators such as indexing are missing, because they also compute with indices, which may come from
-the samples.
+Indexing, for example, is missing: its indices have no edge, and may come from the samples.
 """
 
 _PARAMETERS = {"AccumulateGrad", "ReceiveBackward", "BroadcastBackward"}
@@ -110,10 +108,10 @@ def composition_of(
         counted: a dict with one entry for each cross entropy that every replica has computed. The
             key is a tuple of its autograd nodes, one for each replica. The value is its index among
             the cross entropies, and its kind (``"mean"`` or ``"sum"``).
-        arguments: a dict with one entry for each tensor of one element that every replica got as
-            the same argument of the call. The key is a tuple of the places of these tensors in
-            memory (see ``memory_of``). The value is the dotted path of the argument (see
-            ``Composition``).
+        arguments: a dict with one entry for each argument of the call that is a tensor of one
+            element on every replica. The key is a tuple that has, for each replica, the place of
+            its tensor in memory (see ``memory_of``). The value is the dotted path of the argument
+            (see ``Composition``).
     """
     if any(loss.grad_fn is None for loss in losses):
         return Composition(unclear="it has no autograd graph")
@@ -124,13 +122,13 @@ def composition_of(
         for edges, factors, paths in stack:
             nodes = [node for node, _ in edges]
             if not any(factors) or not any(nodes):
-                continue  # a term without a graph, or one times 0, such as 0 * unused.sum()
+                continue  # the term has no graph, or is multiplied by 0, as in 0 * unused.sum()
             # The path "" stands for a factor that is computed from parameters. The value of the
             # factor is unknown, so a cross entropy with this factor cannot be joined by its count.
             place, reduction = counted.get(tuple(nodes) if "" not in paths else (), (0, ""))
             try:
                 if are_equal(factors) and not any(paths) and edges.count(edges[0]) == len(edges):
-                    found.kinds.add("mean")  # all replicas share the node, as that of a joined loss
+                    found.kinds.add("mean")  # all share the node, for example that of a joined loss
                 elif name := reduction or _reduction_of(nodes, sizes):
                     kind = _kind_of(name, factors, sizes, any(paths))
                     # A sum over targets, divided by the number of samples, is a mean over samples.
@@ -260,7 +258,7 @@ def _kind_of(name: str, factors: Sequence[float], sizes: Sequence[int], is_divid
     if (name == "mean" and is_constant) or (name != "mean" and is_mean):
         return "mean"
     adds_up = name == "sum" or (name == "sum of products" and is_divided)
-    # If all chunks have the same size, a factor other than 1 may be the number of samples.
+    # If all chunks have the same size, a factor other than 1 and -1 may depend on this size.
     is_known = not is_even or (_is_one(factors) and (sizes[0] > 1 or is_divided))
     if adds_up and is_constant and is_known:
         return "sum"
@@ -347,11 +345,13 @@ def _is_number(saved: object) -> bool:
     """Return whether a value saved by autograd was a Python int or float in the user's code.
 
     Autograd may save an int or float as a 0-dim tensor of dtype int64 or float64. A 0-dim tensor of
-    the user's code may look the same, but ``torch.result_type`` shows the difference. With a 0-dim
-    half tensor, the result type is half for a saved float, but float64 for a float64 tensor of the
-    user's code. With a 0-dim int8 tensor, the result type is int8 for a saved int, but int64 for an
-    int64 tensor of the user's code. A tensor that is itself half or int8 comes from the user's
-    code, because autograd saves no int or float with these dtypes.
+    the user's code may look the same, but ``torch.result_type`` shows the difference:
+
+    - With a 0-dim half tensor, a saved float gives half. The user's float64 tensor gives float64.
+    - With a 0-dim int8 tensor, a saved int gives int8. The user's int64 tensor gives int64.
+
+    A tensor that is itself half or int8 comes from the user's code, because autograd saves no int
+    or float with these dtypes.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)
@@ -388,7 +388,8 @@ def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
 def _operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
     name: str = node.name().rpartition("::")[2] if node else ""
-    # The node of a custom function Mul is MulBackward. Shortened, it would look like an operator.
+    # A custom autograd.Function named Mul has a node named MulBackward. This name is not shortened,
+    # because Mul would look like torch's operator.
     return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
 
 

@@ -25,8 +25,8 @@ A call without gradients has no autograd graph to follow. There, an output is jo
 - An output that is a cross entropy is joined like a cross entropy in a call with gradients.
 - Any other output is joined as in the last call with gradients, if both calls have equally many
   cross entropies and the same arguments. The values of the arguments may differ, but an argument
-  that is None counts as missing. An exception is a masked mean: it is averaged with the n_i as
-  weights, and a warning is issued.
+  that is None counts as missing. If the output is a masked mean, however, it is averaged with the
+  n_i as weights, and a warning is issued.
 - In all other cases, ``Call._by_value`` compares the value of the output with the value of each
   cross entropy. If the output is a multiple of a cross entropy, it is joined like this cross
   entropy. Otherwise, it is averaged with a warning.
@@ -175,11 +175,11 @@ class Call:
         the output is not a masked mean, return an empty list.
 
         The autograd graph shows the divisor and the mask, but not that they belong together. So the
-        first calls compare their values, which means waiting for the devices. Of the following
-        cases, the first that applies counts:
+        first calls compare their values, which means waiting for the devices. The first of these
+        cases that applies determines the result:
 
-        - A mask selects entries but its divisor is another number, or a mask has other values than
-          0 and 1: the output is not a masked mean, and the checks end.
+        - A mask has other values than 0 and 1, or it selects entries but the divisor is not the
+          number of these entries: the output is not a masked mean, and the checks end.
         - The masks select no entry, or all entries: the output counts as a masked mean in this
           call, and the next call checks again.
         - All chunks have the same size, and the masks select equally many entries in each: the
@@ -187,16 +187,15 @@ class Call:
           a masked mean in this call, and the next call checks again.
         - Otherwise, the output is a masked mean, and the checks end.
 
-        Until the checks end, a call with a single sample in each chunk checks nothing. The result
-        of such a call is an empty list.
+        Until the checks end, a call with at most one sample in each chunk compares nothing, and the
+        result is an empty list.
         """
         found, known = [*map(masked_mean_of, outputs)], self.history.masked
         masks = [own[-1] for own in found if own]
         lengths = {*map(divmod, map(len, masks), self.chunk_sizes)}
         may_be = known.get(key, max(self.chunk_sizes) > 1)
         # The length of a mask of samples is a multiple of the chunk size, the same multiple on each
-        # replica. Factors with other lengths, for example if they are broadcast over the samples,
-        # are not masks of samples.
+        # replica. A factor that is broadcast over the samples, for example, has another length.
         if not all(found) or not may_be or len(lengths) > 1 or lengths.pop()[1]:
             return []
         counts = torch.stack([mask.sum(dtype=torch.double).to(device) for mask in masks])
@@ -210,8 +209,8 @@ class Call:
                 known[key] = is_masked
             if not is_masked or (is_partial and is_alike):
                 return []
-        # If no mask selects an entry, the loss is 0 or 0 / 0, on each replica as for the whole
-        # batch. So all weights may be 1.
+        # If no mask selects an entry, each replica has the loss of the whole batch, 0 or 0 / 0. So
+        # all weights may be 1.
         weights = [*counts.where(counts.any(), 1)]
         ignore_if_empty([node for node, *_ in found], weights)
         return weights
@@ -219,9 +218,11 @@ class Call:
     def is_number(self, tensor: Tensor, name: str) -> bool:
         """Return whether an output is a single number, and not one row for each sample.
 
-        A 0-dim tensor is a number. Another tensor of one entry is a number, or the row of a single
-        sample. The tensor counts as a number if a chunk of the call has several samples, which
-        would give several rows, or if an earlier call has joined the output as a number.
+        A 0-dim tensor is a number. Any other tensor of one entry may be a number, or the row of a
+        single sample. It counts as a number in two cases:
+
+        - A chunk of the call has several samples, which would give several rows.
+        - An earlier call has joined the output as a number.
 
         Args:
             tensor: the output of one replica.
@@ -256,11 +257,12 @@ class Call:
     def _by_value(self, outputs: Tensors, rows: Rows) -> Composition:
         """Return the ``Composition`` of an output, by comparing it with each cross entropy.
 
-        If the value of the output is a multiple of a cross entropy, the output is joined like this
-        cross entropy. Otherwise, the ``Composition`` is marked as unclear. For a summed cross
-        entropy, the absolute value of the factor must be 1, or 1 divided by a tensor argument of
-        the call. Any other factor may differ between the chunks, so the ``Composition`` is unclear.
-        This method waits for the values of the output and of the cross entropies.
+        The output is joined like a cross entropy if it is this cross entropy times a factor that is
+        the same on each replica. For a summed cross entropy, the absolute value of the factor must
+        also be 1, or 1 divided by a one-element tensor argument of the call, because any other
+        factor may depend on the chunk. If the output is like no cross entropy, the ``Composition``
+        is marked as unclear. This method waits for the values of the output and of the cross
+        entropies.
 
         Hugging Face's Trainer needs the comparison, because it may evaluate before any call with
         gradients has shown how the loss of the model is computed. For example, the loss may be a

@@ -28,9 +28,9 @@ def joined(tensors: Tensors, weights: Sequence[Any] | None, device: torch.device
     Args:
         tensors: for each replica, a mean or a sum over its part of the batch. A mean of weight 0 is
             ignored, even if the mean is 0 / 0. If all weights are 0, the result is NaN.
-        weights: the weight of each mean, a number or a 0-dim tensor. The host does not read the
-            value of a weight that is a tensor, since it would have to wait for the device. If
-            ``weights`` is None, ``tensors`` are added up.
+        weights: the weight of each mean, a number or a 0-dim tensor. If ``weights`` is None,
+            ``tensors`` are added up. The value of a weight that is a tensor is not read on the
+            host, since the host would have to wait for the device.
         device: the device of the result.
     """
     if weights is None:
@@ -107,7 +107,7 @@ def weight_of_chunk(
 
 
 def _checked(weight: Any) -> float | Tensor:
-    """Return a weight as a float or a 0-dim tensor, after checking that it is valid.
+    """Check a weight that ``loss_weight`` returned, and convert it to a float or a 0-dim tensor.
 
     Whether a tensor is at least 0 is not checked, since reading its value would wait for a device.
     """
