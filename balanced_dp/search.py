@@ -26,8 +26,8 @@ from .split import EQUAL, even_share, split_batch
 MAX_SPLITS = 6
 """The maximum number of splits that a search in a training loop tries.
 
-If memory ran out with all of these splits, the search tries further ones. A search for
-``device_weights`` never tries more than this number.
+If memory ran out with all of these splits, the search tries further ones. In ``tune``, each
+search for ``device_weights`` tries at most this number of splits.
 """
 
 _BISECTED = range(10, 2**16, 2)
@@ -80,7 +80,7 @@ class Search:
         batch_size: the number of samples in the whole batch.
         budgets: the bytes that each device may hold.
         smallest: the smallest number of samples that a replica can train on.
-        is_careful: whether to skip a split with which a device could run out of memory. This
+        is_careful: whether to skip a split with which a device could run out of memory. The search
             assumes that a device's memory grows at most in proportion to the number of its samples.
         for_speed: whether to find a second value besides the best one: the largest value with which
             the peak memory of device 0 is at most ``budgets[0]``.
@@ -122,8 +122,8 @@ class Search:
         """The measured ``gpu0_bsz`` with which the fullest device is least full.
 
         Of equally good values, it is the largest. It is None if memory ran out with each measured
-        ``gpu0_bsz``. A value with which no device ran out of memory counts, even if a device
-        exceeded its budget.
+        ``gpu0_bsz``. If a device exceeded its budget, but memory did not run out, the ``gpu0_bsz``
+        counts, too.
         """
         ran = {value: max(full) for value, full in self._ran().items()}
         limit = min(ran.values(), default=0.0) * (1 + EQUAL)
@@ -132,15 +132,14 @@ class Search:
     def allows(self, split: Split) -> bool:
         """Return whether the search may measure ``split``, the chunk size of each device.
 
-        The result is False if a chunk has fewer than ``smallest`` samples, but is not empty. If
-        ``is_careful`` is True, the result is also False if, judging by the measured splits, a
-        device could run out of memory.
+        Each chunk must be empty or have at least ``smallest`` samples. If ``is_careful`` is True,
+        the measured splits must also show that no device can run out of memory.
         """
         ran = self._ran() if self.is_careful else {}
         # A value ran if no device ran out of memory. Between two values that ran, no device holds
         # more than it held with one of the two. Beyond all values that ran, the memory of a device
-        # grows at most in proportion to its samples. If a device had no samples, its memory does
-        # not tell how much a sample takes, so it is not safe to give it any.
+        # grows at most in proportion to its samples. The memory of a device without samples does
+        # not tell how much memory a sample takes. So giving samples to this device is not safe.
         end = min(max(split[0], min(ran, default=0)), max(ran, default=0))
         chunks = zip(ran.get(end, ()), self.split(end), split, strict=False)
         is_safe = all(full * new <= old > 0 for full, old, new in chunks if new > old)
@@ -166,7 +165,8 @@ class Search:
         # The even split may leave few samples to the last device, such as (3, 3, 3, 0). With one
         # sample fewer on device 0, the split is (2, 3, 2, 2), and device 2 is less full, too. If
         # budgets differ, device 2 may be the fullest. Then a smaller value may be better although
-        # device 0 is not the fullest. A positive difference makes the search try smaller values.
+        # device 0 is not the fullest. So the even split gets a positive difference, which makes the
+        # search try smaller values.
         if self.even in over and len(set(self.budgets)) > 1:
             over[self.even] = max(over[self.even], EQUAL)
         return over
@@ -216,15 +216,15 @@ class Search:
                 holds memory even without samples.
             close: the result may be too small by at most ``result // close``. For example,
                 ``close=100`` allows an error of 1 %. By default, the result is exact.
-            bends_up: whether the excess is a convex function of the number. If it is, the excess of
-                each larger number is at least as high as the line through two measurements. So
-                numbers at which this line is above 0 exceed the limit, and the search ends when
-                only such numbers are left.
+            bends_up: whether the excess is a convex function of the number. If it is, the line
+                through two measurements is a lower bound of the excess of each larger number. So
+                the search ends if this line is above 0 at all numbers that are left.
             start: the number to measure first.
 
         Yields:
             The split to measure next. Use only the first split that is yielded, because the others
-            do not take its measurement into account. If nothing is yielded, the search is over.
+            do not depend on the measurement of the first. If nothing is yielded, the search is
+            over.
 
         Returns:
             The largest measured number within the limit, or 0 if there is none.
@@ -260,7 +260,8 @@ class Search:
         points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
         guess = zero(*points) if points else math.inf if over else start
         # If the excess bends up between the two points, the line through them meets the limit too
-        # early. So follow the line through two numbers beyond the limit, or else take the middle.
+        # early. So follow the line through two numbers beyond the limit. If only one was measured,
+        # take the middle of the range that is left.
         if inside[1:] and beyond and 2 * rise(*inside) < rise(inside[1], beyond[0]):
             guess = zero(*beyond) if beyond[1:] else high
         if high < math.inf and (guess >= high or len(over) in _BISECTED):
@@ -370,9 +371,9 @@ class LoopSearch:
         if self.search.batch_size != batch_size:
             self._begin(batch_size, False)
         told = self.search.told
-        # If device 0 ran out, forget the splits that give it at least as many samples as ``split``.
-        # If another device ran out, forget those that give device 0 at most as many. With such a
-        # split, the device may run out again.
+        # Forget the splits with which the device may run out again. If device 0 ran out, these are
+        # the splits with at least as many samples on device 0 as in ``split``. If another device
+        # ran out, these are the splits with at most as many samples on device 0 as in ``split``.
         for tried in [s for s in told if (s <= split if index else s >= split)]:
             del told[tried]
             self._iterations.pop(tried, None)

@@ -55,13 +55,13 @@ class Loop(AutoSplit):
     weakly. If the first optimizer is deleted, the next optimizer that steps takes its place.
 
     Args:
-        gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or an integer,
-            the most samples that device 0 gets. On emulated devices, the even split is measured,
-            too, for comparison. With ``"auto"``, the even split comes first. With an integer, the
-            two splits take turns: 2 iterations with ``gpu0_bsz``, 3 with the even split, 4 with
-            ``gpu0_bsz``, and so on. They take turns because the script's use of memory may change
-            while it runs. If all turns were equally long, an evaluation in every n-th iteration,
-            for example, might always happen with the same split.
+        gpu0_bsz: the maximum number of samples on device 0, as an integer; ``"auto"`` to search for
+            the best value; None for the even split. On emulated devices, the even split is
+            measured, too, for comparison. With ``"auto"``, the even split comes first. With an
+            integer, the two splits take turns: 2 iterations with ``gpu0_bsz``, 3 with the even
+            split, 4 with ``gpu0_bsz``, and so on. They take turns because the script's use of
+            memory may change while it runs. If all turns were equally long, an evaluation in every
+            n-th iteration, for example, might always happen with the same split.
         devices: the devices of the loop.
         budgets: the number of bytes that may be used on each device; None means no limit.
         num_steps: after this many iterations, the next forward pass with gradients ends the script
@@ -137,8 +137,8 @@ class Loop(AutoSplit):
         A split is the chunk size (the number of samples) of each device. If a split was measured
         more than once, the list contains the measurement with the highest peak. If ``gpu0_bsz`` is
         ``"auto"``, only the latest measurements of each split count: equally many for each split,
-        at most 3. If all measurements counted, the splits with the most of them would tend to seem
-        the fullest.
+        at most 3. If all measurements counted, the splits that were measured most often would tend
+        to have the highest peaks.
         """
         return [option for _, option in self.search.highest.values()]
 
@@ -153,8 +153,8 @@ class Loop(AutoSplit):
 
         A model is ignored if it has fewer than two devices, the same device twice, or a device that
         the loop does not have. The devices of the first model that is not ignored become the
-        devices of the loop, in the order in which the model has them. A later model on only some of
-        the loop's devices, or on all of them in another order, splits its batches evenly.
+        devices of the loop, in the order in which the model has them. If a later model has only
+        some of the loop's devices, or has them in another order, its batches are split evenly.
         """
         if not 1 < len(model.devices) == len(set(self.devices).intersection(model.devices)):
             return

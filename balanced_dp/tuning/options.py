@@ -39,7 +39,7 @@ class Option:
             of its own samples.
         spread: whether parameters are spread over all devices. Otherwise device 0 holds all of
             them.
-        gpu0_bsz: the most samples that device 0 gets; None means no limit.
+        gpu0_bsz: the maximum number of samples on device 0; None means no limit.
         device_weights: the numbers in proportion to which the batch is split; None if the batch is
             split by ``gpu0_bsz``, or evenly.
         chunk_sizes: the number of samples of each device.
@@ -74,8 +74,9 @@ class Option:
     def speed(self) -> float:
         """The relative speed: 1 for the even split, less if a device gets more than its even share.
 
-        It is the largest chunk (the most samples on any device) of the even split, divided by the
-        largest chunk of this option. All devices wait for the device with the largest chunk.
+        All devices wait for the device with the largest chunk. So the speed is the size of the
+        largest chunk of the even split, divided by the size of the largest chunk of this option.
+        For example, the speed of the split ``(2, 10, 10, 10)`` is 8 / 10.
         """
         return even_share(self.batch_size, len(self.chunk_sizes)) / max(1, *self.chunk_sizes)
 
@@ -136,7 +137,7 @@ class Option:
 
 
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
-    """Return the option with the largest batch that fits with the features of ``option``.
+    """Return the option with the largest batch that fits and needs no further features.
 
     An option is a way to train a batch, with its measurements. ``Option.features`` lists its
     features: an uneven split, the loss on each device, parameters spread over all devices. The
@@ -163,17 +164,17 @@ def ranked(
 ) -> list[Option]:
     """Return the best of the options that fit in memory, in descending order of merit.
 
-    An option is a way to train a batch, with its measurements. The options for ``batch_size``
-    samples that fit are divided into groups. The options of a group have the same ``gather`` and
-    ``spread``. They differ only in ``gpu0_bsz``, or only in ``device_weights``. From each group,
-    two options are considered:
+    An option is a way to train a batch, with its measurements. The options that fit and have
+    ``batch_size`` samples are divided into groups. The options of a group have the same ``gather``
+    and ``spread``. They differ only in ``gpu0_bsz``, or only in ``device_weights``. From each
+    group, two options are considered:
 
     - the option with the most samples on device 0. If the options of the group differ only in
       ``gpu0_bsz``, this is the fastest one.
     - the option with the lowest utilization (peak divided by budget) of its fullest device.
 
-    The goal ``"batch"`` changes this: a group contains options of all batch sizes, the even split
-    has a group of its own, and only the option with the largest batch in each group is considered.
+    For the goal ``"batch"``, a group contains options of all batch sizes. The even split has a
+    group of its own. From each group, only the option with the largest batch is considered.
 
     An option is left out if a better-ranked option has the same ``Option.features`` or only some of
     them, and is at least as good in each of these respects:

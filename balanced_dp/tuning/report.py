@@ -120,8 +120,8 @@ class Report:
     """All measurements of a workload or a script, and the choice of the best option.
 
     A workload is a model with its batches, its loss and its optimizer. An option is a way to
-    train a batch, with its measurements: a split of the batch over the devices, and ``gather`` and
-    ``spread`` as in ``BalancedDataParallel``.
+    train a batch, with its measurements. Options may differ in the size of the batch, in its
+    split over the devices, and in ``gather`` and ``spread``, as in ``BalancedDataParallel``.
 
     Attributes:
         schema: the version of the fields of this class.
@@ -257,7 +257,7 @@ class Report:
 
     @property
     def even(self) -> Option | None:
-        """The option with the even split that is otherwise like the first measured option.
+        """The option that has the even split and is otherwise like the first measured option.
 
         It has the batch size, ``gather`` and ``spread`` of the first measured option. If the first
         measured option has the even split, the result is this option. None if the even split was
@@ -266,7 +266,7 @@ class Report:
         return self.even_like(self.options[0])
 
     def even_like(self, option: Option) -> Option | None:
-        """Return the option with the even split that is otherwise like ``option``.
+        """Return the option that has the even split and is otherwise like ``option``.
 
         The result has the batch size, ``gather`` and ``spread`` of ``option``. It is None if the
         even split was not measured with this batch size, ``gather`` and ``spread``.
@@ -283,11 +283,11 @@ class Report:
     def not_tried(self) -> list[str]:
         """Changes of a script that may save memory of device 0, but that ``run`` does not measure.
 
-        One of them is ``gather=False``, which saves nothing if forward returns the loss. So it is
-        listed only if gathered outputs, or activations of the loss that the script computes, fill
-        more than 1 % of device 0. The activations of the loss are estimated: they are those that
-        device 0 holds beyond the activations of its samples. A sample is assumed to have as many
-        bytes of activations on device 0 as on the other devices.
+        One of them is ``gather=False``, which saves nothing if forward returns the loss. So
+        ``gather=False`` is listed only if gathered outputs, or activations of a loss computed
+        outside forward, make up more than 1 % of the peak of device 0. The activations of the loss
+        are estimated as all activations on device 0 minus those of its samples. A sample is assumed
+        to have as many bytes of activations on device 0 as on the other devices.
         """
         best = self.best
         peak, outputs = best.peak_bytes[0] or 1, best.uses[0].get("gathered output", 0)
@@ -320,7 +320,7 @@ class Report:
         return lines or trainer or [f"model = {option.line}"]
 
     def largest_batch(self, option: Option) -> Option:
-        """Return the option with the largest batch that fits with the features of ``option``.
+        """Return the option with the largest batch that fits and needs no further features.
 
         The features are an uneven split, the loss on each device, and parameters spread over all
         devices. The result has the same features as ``option``, or only some of them. If the result

@@ -69,8 +69,8 @@ def tune(
         batch_size: the number of samples in the whole batch.
         devices: the devices, or the number of devices. If there are fewer accelerators than this
             number, all devices are emulated. By default, there is one device for each entry of
-            ``capacities``. If ``capacities`` is None, too, the devices are all accelerators if
-            there are two or more, otherwise four emulated devices.
+            ``capacities``. If ``capacities`` is None, too, the default is all accelerators, or
+            four emulated devices if there are fewer than two accelerators.
         capacities: the capacity of each device in bytes. If a step needs more than the capacity of
             an emulated device, the step is measured, but counts as not fitting. By default, the
             capacity of an accelerator is its total memory. The default capacity of each emulated
@@ -101,8 +101,8 @@ def tune(
         A report of all measured options.
 
     Raises:
-        ArgumentError: If an argument is out of its range or has a wrong length, or the workload
-            returns a batch of another size or a loss that is not 0-dim.
+        ArgumentError: If an argument is out of its range or has a wrong length. If the workload
+            returns a batch that does not have the requested size, or a loss that is not 0-dim.
         ArgumentTypeError: If ``workload`` is not a ``Workload``, or ``batch_size`` or ``reserve``
             is not an integer.
         InfeasiblePlanError: If no measured option for ``batch_size`` samples fits in memory. For
@@ -197,8 +197,8 @@ class _Run:
         splits with a ``gpu0_bsz`` in ``swept``, and the splits that ``WorkloadSearch`` chooses. If
         the devices have different budgets (the bytes that each may hold), splits that should fill
         all devices equally are also tried. The even split of the requested batch is always
-        measured. Any other split is skipped if it gives a device fewer samples than the model can
-        train on, but more than 0.
+        measured. Any other split is skipped if a device would get samples, but fewer than the model
+        can train on.
 
         Args:
             report: a report of this workload. Only its ``budgets`` and its ``mode``
