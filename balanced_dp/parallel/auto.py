@@ -24,9 +24,9 @@ from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
 _LARGE = 2**20
-"""The size of an imaginary batch. If the batch is split as before, device 0's share is the same.
+"""The size of an imaginary batch, whose split shows whether the devices' shares have changed.
 
-In a batch this large, rounding hides almost no change of the share.
+The batch is so large that rounding hides almost no change.
 """
 
 STATE_KEY = "auto_split"
@@ -167,7 +167,7 @@ class AutoSplit:
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """How many samples of a batch of ``self.batch_size`` samples the first device gets.
+        """The first device's number of samples if the batch size is ``self.batch_size``.
 
         It is None if ``self.batch_size`` is 0.
         """
@@ -240,7 +240,7 @@ class AutoSplit:
         return before == self._rule
 
     def _note_failure(self, has_failed: bool = False) -> bool:
-        """End the iteration if memory ran out; return whether this changes how batches are split.
+        """End the iteration if memory ran out; return whether batches are now split differently.
 
         If memory runs out in evaluation, nothing changes.
 
@@ -309,8 +309,8 @@ def split_policy(
     if isinstance(gpu0_bsz, str):
         fact = "gpu0_bsz must be an integer, None, or 'auto' without device_weights"
         raise ArgumentTypeError(f"{fact}, got {gpu0_bsz!r}")
-    # A single device gets the whole batch, so device_weights do not matter. They may be those of
-    # several GPUs, as when a script is tried out on the CPU.
+    # A single device gets the whole batch, so device_weights do not matter. The weights may be
+    # meant for several GPUs, for example if a script for GPUs is tried out on the CPU.
     return SplitPolicy(gpu0_bsz, devices, device_weights if len(devices) > 1 else None)
 
 

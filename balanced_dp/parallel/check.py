@@ -27,8 +27,8 @@ class Difference(NamedTuple):
     """The size of the difference, relative to the result of the whole batch.
 
     This is ``abs(split - whole).max() / abs(whole).max()``, where a divisor of 0 is replaced by 1.
-    The value is infinite if the output or gradient is missing for the split batch, or has another
-    shape there.
+    The value is infinite if the output or gradient of the split batch is missing or has another
+    shape.
     """
     cause: str
     """The likely cause of the difference, and a remedy if one is known."""

@@ -9,10 +9,10 @@ them soon after one another.
 
 Weights are copied on CUDA streams that are used for nothing else. For each bucket and device,
 ``Arrivals`` holds a CUDA event that marks the end of the copy. A replica may start to run before
-all copies are complete. So in each of its modules whose parameters are still being copied, an
-``ArrivingParameters`` takes the place of the dictionary ``_parameters``. The first time that the
-forward pass reads a parameter of such a module, the current stream waits for the copies of all
-parameters of the module.
+all copies are complete. In each module of the replica whose parameters are still being copied, an
+``ArrivingParameters`` replaces the dictionary ``_parameters``. The first time that the forward pass
+reads a parameter of such a module, the current stream waits for the copies of all parameters of the
+module.
 
 The home of a parameter is the device that the original parameter is on. If gradients are enabled,
 each bucket has one ``Broadcast`` node in the autograd graph for each device that holds copies. The
@@ -87,9 +87,10 @@ class Arrivals:
 
     The copies are made on the weight streams: each CUDA device has one stream that is used only to
     copy weights. Before the copies are made, ``expect`` records the current stream of each device.
-    The memory of the copies belongs to this stream. Afterwards, ``wait`` makes the recorded streams
-    wait for the copies. The copies must not be freed before ``wait`` is called. Otherwise the
-    caching allocator could reuse their memory while a weight stream still writes to it.
+    The memory of a copy belongs to the recorded stream of its device. After the copies have been
+    launched, ``wait`` makes the recorded streams wait for them. The copies must not be freed before
+    ``wait`` is called. Otherwise the caching allocator could reuse their memory while a weight
+    stream still writes to it.
 
     Attributes:
         events: a dictionary that maps the ``id`` of a tensor, original or copy, to an event. The
@@ -128,7 +129,7 @@ class Arrivals:
         self.events.update(dict.fromkeys(map(id, tensors), event))
 
     def wait(self) -> None:
-        """Let the streams that were current when ``expect`` was called wait for all copies."""
+        """Make the streams that were recorded by ``expect`` wait for all copies."""
         self.events.clear()
         while self._streams:
             device, stream = self._streams.popitem()
@@ -158,8 +159,8 @@ class ArrivingParameters(UserDict[str, Any]):
         self._waited: set[int] = set()
 
     def __reduce__(self) -> Any:
-        # In a deep copy or a pickle of a replica, a copy of the plain dictionary takes the place of
-        # this object. The register_parameter of the new replica writes to the same copy.
+        # In a deep copy or a pickle of a replica, a plain dictionary replaces this object. The
+        # register_parameter of the new replica writes to the same plain dictionary.
         return itemgetter(0), ([self._arrived()],)
 
     def __getitem__(self, name: str) -> Any:
@@ -181,9 +182,9 @@ def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True)
     """Group tensors into buckets, and return the positions of the tensors of each bucket.
 
     The tensors of a bucket are flattened and copied as one tensor. They have the same dtype and
-    device. Their total size is at most an eighth of the size of all tensors, and at most
-    ``BUCKET_BYTES``. A larger tensor gets a bucket of its own. So does a tensor that is not
-    contiguous, or is not an ordinary dense tensor.
+    device. The size limit of a bucket is an eighth of the size of all tensors, but at most
+    ``BUCKET_BYTES``. A tensor above the limit gets a bucket of its own. So does a tensor that is
+    not contiguous, or is not an ordinary dense tensor.
 
     Args:
         tensors: a dictionary of the tensors, whose keys are the positions of the tensors in a list
@@ -191,8 +192,7 @@ def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True)
         of_gradients: whether the buckets are for gradients. If True, a tensor with hooks on its
             gradient gets a bucket of its own. In a shared bucket, its hooks would be called with
             None if only other tensors of the bucket had gradients. If False, the buckets are for
-            weights, and a bucket may always hold ``LEAST_BYTES``, even if this is more than an
-            eighth of the size of all tensors.
+            weights, and their size limit is at least ``LEAST_BYTES``.
     """
     sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors.values()]
     num_bytes = sum(filter(None, sizes))
@@ -320,11 +320,11 @@ def bring_to(
         are_dense = all(g.layout is torch.strided for g in present)
         if len(present) > 1 and are_dense and not torch.is_grad_enabled():
             flat = move(_flatten_dense_tensors(present), device)
-            # A view that becomes a .grad would keep the memory of all gradients of the piece.
+            # A view that becomes a .grad would keep the whole piece in memory.
             views = _unflatten_dense_tensors(flat, present)
             brought = [torch.empty_like(view) for view in views]
             torch._foreach_copy_(brought, views)
-        else:  # one by one, also if create_graph=True records these copies
+        else:  # one by one; with create_graph=True, autograd records these copies
             brought = [move(g, device) for g in present]
     torch.get_device_module(source).current_stream(source).wait_stream(stream)
     parts = iter(brought)
@@ -416,14 +416,15 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
             of parameters that require grad are replaced by outputs of ``Broadcast`` nodes.
         parameters: the originals, in the order of the copies.
     """
-    # Since 2.9, torch warns if a gradient comes from another stream than the one that accumulates
-    # it. Here this is intended.
+    # Since 2.9, torch warns if the stream that produces a gradient is not the stream that
+    # accumulates it. Here, the two streams differ on purpose.
     set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if set_warns is not None and any(map(is_cuda, copies)):
         set_warns(False)
     trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
     token = next_token = None
-    # The last bucket comes first, because its token is passed on to the bucket before it.
+    # The last bucket comes first, because the Broadcast nodes of a bucket need the token of the
+    # next bucket.
     for positions in reversed(fill_buckets(trained)):
         originals = [parameters[i] for i in positions]
         home = originals[0].device
@@ -436,10 +437,10 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
             if is_cuda(home):
                 # Autograd creates the AccumulateGrad node of a parameter when the parameter is
                 # first used. AccumulateGrad runs on the stream that is current at this first use,
-                # and must run on the stream that computes. So the Receive above was applied on that
-                # stream, only to create AccumulateGrad. A second Receive, on the stream that adds
-                # up gradients, now replaces the first one. Until then, the outputs of the first
-                # Receive keep AccumulateGrad alive.
+                # and must run on the stream that computes. The Receive above was applied on the
+                # stream that computes, only to create AccumulateGrad there. A second Receive, on
+                # the stream that adds up gradients, now replaces the first one. While the second
+                # one is applied, the outputs of the first one keep AccumulateGrad alive.
                 with on_stream(side_stream(home, home)):
                     *received, next_token = Receive.apply(*originals)  # type: ignore[no-untyped-call]
             run_at_once(next_token.grad_fn)

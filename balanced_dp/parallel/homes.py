@@ -20,10 +20,11 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     One or more successive submodules form a group. The parameters of a group go to the same device,
     since these parameters are copied together and used soon after one another. The first group goes
     to the first device. Each later group goes to the device with the smallest
-    ``(held + size) / memory``. Here ``held`` counts the bytes of the parameters already placed on
-    the device, ``size`` those of the group's first submodule, and ``memory`` is the device's total
-    memory. So successive groups are usually on different devices, and all devices receive gradients
-    during the whole backward pass, not one device after another.
+    ``(held + size) / memory``. Here ``held`` is the number of bytes of parameters already placed
+    on the device, ``size`` is the number of bytes of the parameters of the group's first submodule,
+    and ``memory`` is the device's total memory. So successive groups are usually on different
+    devices, and all devices receive gradients during the whole backward pass, not one device after
+    another.
 
     Args:
         module: the module. Before the call, it may be on the CPU, for example because it fits on no

@@ -103,7 +103,8 @@ def parallel_apply(
         return [results[index] for index in range(len(functions))]
     finally:
         if has_own_threads:
-            torch.set_num_threads(num_threads)  # work() has changed it for new threads, too
+            # work() has also set the number for threads that are started later.
+            torch.set_num_threads(num_threads)
         # The traceback of an error refers to this frame. If this frame still referred to the error,
         # only the garbage collector would free the replica's memory.
         errors.clear()

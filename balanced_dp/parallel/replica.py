@@ -252,7 +252,7 @@ class Replica:
         return True
 
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
-        """Return the state that a call must not change if the replica is to be used again.
+        """Return the state that a call must leave unchanged; otherwise the replica is not reused.
 
         The state consists of these parts:
 
@@ -301,7 +301,7 @@ Its ``zero_grad`` only warns that it has no effect. The modules of each replica 
 
 
 def _bind(value: Any, copies: Mapping[Any, Any]) -> Any:
-    """Return ``value`` with each module that it refers to replaced by the module's copy.
+    """Return ``value``, with copies in place of the modules that it refers to.
 
     The value may be a bound method, a ``functools.partial`` or a module itself. Any other value,
     and a module that is not in ``copies``, is returned unchanged.

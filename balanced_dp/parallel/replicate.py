@@ -31,9 +31,11 @@ class Replicator:
 
     The copies of parameters are differentiable. In backward, the gradients that a replica computes
     are sent to the original parameters in groups, and are added to ``.grad``. A group is sent as
-    soon as all of its gradients are computed. The first replica uses the module's own buffers if
-    they are on the device of this replica, so that in-place updates of the buffers are kept. Every
-    other replica has copies of the buffers.
+    soon as all of its gradients are computed.
+
+    The first replica uses the original buffers that are on its device, and copies of all other
+    buffers. After the call, the values of these copies are copied to the module. The replicas after
+    the first have only copies of the buffers, and updates of these copies are lost.
 
     Attributes:
         copies: the object that makes the copies of the parameters on other devices. Inside a

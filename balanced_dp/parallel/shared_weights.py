@@ -80,7 +80,7 @@ class _Block:
         self._streams: dict[torch.device, torch.Stream] = {}
         """For each device, the stream that was current when the copies on it were made."""
         self._versions: dict[torch.Tensor, int | None] = {}
-        """The parameters of the first call, each with its version counter if it requires grad."""
+        """The parameters of the first call, and the version counter of each that requires grad."""
 
     def on(self, devices: Sequence[torch.device], parameters: Sequence[torch.Tensor]) -> Copies:
         """Return the copies of ``parameters`` on each device.
