@@ -67,7 +67,7 @@ class InfeasiblePlanError(BalancedDataParallelError, ValueError):
 
 
 class ReportError(BalancedDataParallelError, ValueError):
-    """A file is not a ``Report`` that this version of balanced_dp reads; the message says why."""
+    """This version of balanced_dp cannot read a file as a ``Report``; the message says why."""
 
 
 class BalanceWarning(UserWarning):

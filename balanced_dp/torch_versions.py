@@ -1,8 +1,8 @@
 """Differences between versions of torch, and the private names of torch that balanced_dp needs.
 
 If the installed torch lacks one of these names, importing a public name from ``balanced_dp`` raises
-an ``ImportError`` that gives the missing name. The emulation of devices has a separate list
-of such names. docs/versions.md lists the versions of torch that were tested.
+an ``ImportError`` that gives the missing name. Emulated devices need more private names, and have
+their own list of them. docs/versions.md lists the versions of torch that were tested.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NEEDED = """
 """Names below ``torch``. Importing this module raises an ``ImportError`` if any is missing."""
 
 AWAITS_PRODUCERS = torch.__version__ >= "2.8"
-"""Whether autograd waits for the stream on which a node has copied a gradient to another device.
+"""Whether autograd waits for any stream on which a node copies a gradient to another device.
 
-Before torch 2.8, autograd does not wait. It assumes that the gradient was computed on the default
-stream of the device that the gradient is on. So before torch 2.8, balanced_dp copies gradients on
-the destination's current stream. In autograd's threads, this is the default stream.
+Before torch 2.8, autograd assumes that the node copies the gradient on the default stream of the
+destination, and does not wait for other streams. So before torch 2.8, balanced_dp copies gradients
+on the destination's current stream. In autograd's threads, this is the default stream.
 
 Source: ``InputBuffer::add`` in torch/csrc/autograd/input_buffer.cpp.
 """

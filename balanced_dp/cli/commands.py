@@ -155,7 +155,7 @@ def tune(
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
-    gc.disable()  # nothing that the imports create is garbage
+    gc.disable()  # the imports create many objects, but no garbage
     from ..tuning.tuner import tune as measure
     from ..tuning.workload import BUILT_IN, find_workload
     from . import console
@@ -359,8 +359,8 @@ def _where(error: BaseException) -> str:
 def main() -> None:
     """Run the command ``balanced-dp``, and print an error as one line without a traceback.
 
-    The exit code is 1 if memory cannot be measured, and 2 after other errors of this library or if
-    the output cannot be written.
+    The exit code is 1 if memory cannot be measured. It is 2 after any other error of this library,
+    and if the output cannot be written.
     """
     if sys.stderr is None:
         # stderr was closed. Its replacement must stay open until the process ends, so it is not

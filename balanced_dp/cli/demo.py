@@ -70,7 +70,7 @@ def run_demo(
         ArgumentError: If memory runs out in a run.
     """
     num = num_devices or len(accelerators(emulate=emulate)) or 4
-    # The search is emulated even if there are GPUs, because its largest batches would fill them.
+    # The search does not use GPUs, because the largest batches that it tries would fill them.
     report = tune(_workload(), BATCH_SIZE, num, emulate=True, with_alternatives=False)
     value, runs = report.best.chunk_sizes[0] if gpu0_bsz is None else gpu0_bsz, []
     for name, gpu0_bsz in ("one device", None), ("even split", None), ("balanced", value):

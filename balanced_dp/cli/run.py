@@ -40,7 +40,7 @@ With these values, glibc keeps as much freed memory as it can.
 
 
 def prepare_process() -> None:
-    """Make emulated devices faster in this process, which runs nothing else."""
+    """Change settings of the whole process so that emulated devices are faster."""
     gc.freeze()  # so that the collector does not visit what the imports created
     # By default, glibc returns freed memory to the system, and the replicas' threads have to get it
     # again in the next training step. A step of BERT took 5 % longer. Other C libraries have no
@@ -83,8 +83,9 @@ def run_and_measure(
         goal: how the splits (the number of samples of each device) are ranked, as in ``tune``.
 
     Returns:
-        The exit code of the script; the report, or None if no split was measured; and the sentences
-        and tables to print if there is no report.
+        ``(exit_code, report, parts)``: the exit code of the script, the report, and an empty list.
+        If no split was measured, the report is None, and the list contains the sentences and tables
+        to print.
 
     Raises:
         ArgumentError: the capacity of a device is not larger than ``reserve``, or an argument is
@@ -126,8 +127,8 @@ def run_and_measure(
         notes, name = tuple(loop.notes(has_failed=exit_code != 0)), Path(script).name
         notes += tuple(f"Warning: {message}." for message in dict.fromkeys(warned))
         tried = loop.last_split
-        # If a script fails with shapes only, the cause is usually that it reads a value, and not
-        # the split.
+        # If a script fails although the split is even, the split is not the cause. If symbolic is
+        # True, the usual cause is that the script reads a value of a tensor.
         is_uneven = tried and tried[0] < even_share(sum(tried), len(tried))
         if exit_code == 1 and is_uneven and not symbolic:
             fact = f"The script failed after a batch was split into {tried}"

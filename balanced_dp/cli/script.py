@@ -24,7 +24,10 @@ def is_library(filename: str) -> bool:
 
 
 def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:
-    """Run a script, or a module if ``is_module``, as ``__main__``, and return its exit code.
+    """Run a script as ``__main__``, and return its exit code.
+
+    If ``is_module`` is True, ``name`` is the name of a module. Otherwise, ``name`` is the file of
+    a script.
 
     If the script does not catch an exception, the traceback is printed. The traceback begins with
     the first frame of the script.

@@ -32,17 +32,17 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     ``BalancedDataParallel`` takes the place of ``nn.DataParallel`` and of the function
     ``nn.parallel.data_parallel``. ``BalancedTrainer`` takes the place of the ``Trainer`` of
     transformers. Inside the block, ``nn.DataParallel`` is a subclass of ``BalancedDataParallel``
-    that takes the arguments of torch's class, and ``isinstance(model, nn.DataParallel)`` is true
-    for models of torch's class, too. If a script defines a subclass of ``nn.DataParallel`` that
-    overrides a method such as ``forward`` or ``scatter``, the subclass is derived from torch's
-    class, for which the method was written. ``Trainer`` is replaced if its first import is inside
-    the block, and it stays replaced after the block.
+    with the arguments of torch's class. ``isinstance(model, nn.DataParallel)`` is true for models
+    of torch's class, too. If a script's subclass of ``nn.DataParallel`` overrides a method such as
+    ``forward`` or ``scatter``, torch's class becomes the base of the subclass, because the method
+    was written for torch's class. ``Trainer`` is replaced if its first import is inside the block,
+    and it stays replaced after the block.
 
     Args:
-        loop: the object that splits the batches and measures the script. Each
-            ``BalancedDataParallel`` that is created in the block, also by the script itself, is
-            passed to ``loop.adopt``. Instances with ``device_weights`` are not passed, and split
-            their batches themselves.
+        loop: the object that splits the batches and measures the script. If a
+            ``BalancedDataParallel`` is created in the block without ``device_weights``, it is
+            passed to ``loop.adopt``, even if the script itself creates it. An instance with
+            ``device_weights`` is not passed, and splits its batches itself.
 
     Yields:
         A list of the places at which the script wraps a model. When the script wraps a model at a
@@ -79,7 +79,7 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
 
 
 class _Meta(type):
-    """A metaclass with which all instances of torch's class count as instances of its replacement.
+    """A metaclass that lets instances of torch's class count as instances of our ``DataParallel``.
 
     So ``isinstance(model, nn.DataParallel)`` has the same result as without the replacement.
     """

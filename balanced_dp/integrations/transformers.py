@@ -69,8 +69,8 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
         """Return the part of a replica's output that ``Trainer`` needs.
 
         If ``gathers_loss_only`` is True, the part is the loss: the entry "loss" of a mapping, or
-        the first item of a tuple. In all other cases, the whole output is returned. Only the
-        key-value caches of a mapping, which ``Trainer`` ignores, are left out.
+        the first item of a tuple. In all other cases, the part is the whole output, but without
+        the key-value caches of a mapping, because ``Trainer`` ignores them.
         """
         if isinstance(output, Mapping):
             names = [name for name in output if not isinstance(output[name], Cache)]
@@ -104,8 +104,11 @@ class BalancedTrainer(Trainer):
     ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are the given values times
     the number of devices.
 
-    In some cases, the class behaves as ``Trainer``: if there is only one device, in a distributed
-    launch, and if the model is compiled, quantized or spread over several devices (``device_map``).
+    The class behaves as ``Trainer`` in these cases:
+
+    - There is only one device.
+    - The launch is distributed.
+    - The model is compiled, quantized or spread over several devices (``device_map``).
 
     Args:
         *args: arguments of ``Trainer``.
@@ -199,10 +202,10 @@ class BalancedTrainer(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _gathering(self, loss_only: bool, methods: set[str]) -> AbstractContextManager[object]:
-        """Return a context manager inside which only the loss is gathered, if that is sufficient.
+        """Return a context manager that gathers only the loss, if no other output is needed.
 
-        Gathering only the loss is not sufficient if ``loss_only`` is False, if a subclass overrides
-        one of ``methods``, or if the user has given a ``compute_loss_func``.
+        Other outputs are needed if ``loss_only`` is False, if a subclass overrides one of
+        ``methods``, or if the user has given a ``compute_loss_func``.
 
         Args:
             loss_only: whether the caller needs only the loss.
@@ -223,10 +226,11 @@ class _Callback(TrainerCallback):
 
 
 class _KeepSplit(_Callback):
-    """A callback that saves the split that ``gpu0_bsz="auto"`` finds, in the Trainer's state.
+    """A callback that saves the state of the search of ``gpu0_bsz="auto"`` in the Trainer's state.
 
-    After each step, the callback saves all values that the search for the split needs, such as the
-    size of the largest batch so far. When training begins, it loads these values from the state.
+    After each step, the callback saves all values that the search needs, such as ``gpu0_bsz`` and
+    the size of the largest batch so far. When training begins, the callback loads these values from
+    the Trainer's state.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -23,9 +23,9 @@ def memory_breakdown(
     memory, such as ``"parameter"`` or ``"gradient"``, to bytes. The bytes of a device add up to its
     peak memory since the peak was last reset. The peak is reset by ``reset_peak_memory_stats``, by
     ``MemoryProbe.measure`` when its block begins, and by a ``MemoryLogger`` when it is created or
-    writes a record. With ``gpu0_bsz="auto"``, each training iteration resets the peak when it
-    begins, until the search for the best split is over. Devices for which torch has no memory
-    statistics, such as the CPU, are left out.
+    writes a record. While ``gpu0_bsz="auto"`` searches for the best split, the peak is also reset
+    at the beginning of each training iteration. Devices for which torch has no memory statistics,
+    such as the CPU, are left out.
 
     On emulated devices, the bytes are exact. On other devices, they are estimates: ``parameter``,
     ``buffer``, ``gradient`` and ``optimizer state`` count the tensors that exist when this function

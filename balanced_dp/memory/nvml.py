@@ -32,7 +32,8 @@ class Board:
 def list_boards() -> list[Board]:
     """Return a ``Board`` for each GPU that NVML lists, in the order of NVML's indices.
 
-    A GPU that is divided into MIG slices has one ``Board`` for each slice instead.
+    If a GPU is divided into MIG slices, the list has a ``Board`` for each slice, and none for the
+    whole GPU.
 
     Each call initializes NVML, because a forked process must initialize it again. NVML stays open
     until the process ends.
@@ -108,9 +109,10 @@ def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
 
     The index of a device cannot identify its board, because CUDA and NVML number devices
     differently. CUDA numbers devices in the order in which ``CUDA_VISIBLE_DEVICES`` lists them. If
-    this variable is unset, the fastest device comes first, unless ``CUDA_DEVICE_ORDER`` is
-    ``PCI_BUS_ID``. NVML numbers all GPUs, in the order of their PCI bus ids. All MIG slices of a
-    GPU have the GPU's PCI bus id, so this id alone may not identify a board.
+    ``CUDA_VISIBLE_DEVICES`` is unset, the order depends on ``CUDA_DEVICE_ORDER``: by default, the
+    fastest device comes first, and with ``PCI_BUS_ID``, the order is that of the PCI bus ids. NVML
+    numbers all GPUs, in the order of their PCI bus ids. All MIG slices of a GPU have the GPU's PCI
+    bus id, so a PCI bus id alone may not identify a board.
 
     Args:
         properties: the result of ``torch.cuda.get_device_properties``.

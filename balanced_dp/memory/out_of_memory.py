@@ -10,9 +10,10 @@ import torch
 from ..errors import add_note
 
 OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""Texts that mark a ``RuntimeError`` as an out-of-memory error outside of torch's allocator.
+"""A ``RuntimeError`` with one of these texts says that a device is out of memory.
 
-For example, cuBLAS allocates memory without torch's allocator.
+If torch's allocator fails, the error is a ``torch.OutOfMemoryError``. But cuBLAS, for example, also
+allocates memory without torch's allocator. If cuBLAS fails, the error is a ``RuntimeError``.
 
 Source: the error of the first matrix product on an H100 with 2 MiB of free memory.
 """
@@ -56,8 +57,8 @@ def advising(
     Args:
         devices: the devices over which the batch is split.
         chunk_sizes: the chunk size of each device, which is the number of its samples.
-        remedy: a function that takes the batch size, which is the sum of ``chunk_sizes``, and
-            returns the remedy as text. It is called only if memory runs out.
+        remedy: a function that takes the batch size (the sum of ``chunk_sizes``), and returns the
+            remedy as text. It is called only if memory runs out.
     """
     try:
         yield

@@ -32,10 +32,10 @@ def capacities_of(devices: Sequence[torch.device]) -> list[int]:
 class Peaks:
     """The peak memory of devices since this object was created.
 
-    The constructor resets torch's peak memory statistics of the devices. Before the reset, every
-    other ``Peaks`` object records its peaks up to then, so that they are not lost. So blocks of
-    ``MemoryProbe.measure`` may be nested, and a ``MemoryLogger`` may write a record inside such a
-    block. If other code calls ``reset_peak_memory_stats``, the peaks before that call may be lost.
+    The constructor resets torch's peak memory statistics of the devices. Before the reset, it saves
+    the peaks of all other ``Peaks`` objects of these devices. So blocks of ``MemoryProbe.measure``
+    may be nested, and a ``MemoryLogger`` may write a record inside a block. If other code calls
+    ``reset_peak_memory_stats``, the peaks before the call may be lost.
 
     Args:
         devices: devices for which torch has memory statistics (not the CPU, for example), without
@@ -86,7 +86,7 @@ class MemoryLogger:
     A record has one value for each device, with a tag such as ``memory/cuda:0 (gpu:3)/peak_MiB``,
     where ``gpu:3`` is the device's name in NVML. The value is the maximum memory in MiB that
     tensors have occupied since the last record or, for the first record, since the logger was
-    created. The last value of a record, ``memory/imbalance``, is (max - min) / max of these peaks.
+    created. A record ends with ``memory/imbalance``: (max - min) / max of the devices' values.
 
     Steps without a record cost nothing. Writing a record does not synchronize the devices, because
     the allocator keeps its counts on the host. Writing a record resets torch's peak memory

@@ -29,13 +29,13 @@ class MemoryProbe:
     is asked.
 
     Args:
-        devices: devices as ints, strings or ``torch.device``. None means all devices. Inside
-            ``emulate_devices``, these are the emulated devices. Elsewhere, they are torch's
-            accelerators, and the GPUs that NVML lists but torch does not see.
+        devices: devices as ints, strings or ``torch.device``. Inside ``emulate_devices``, None
+            means all emulated devices. Elsewhere, None means all of torch's accelerators, and the
+            GPUs that NVML lists but torch does not see.
 
     Attributes:
-        devices: the devices that torch sees, as a list of ``torch.device`` without duplicates. GPUs
-            that only NVML lists are not in it, but ``snapshot`` returns them, too.
+        devices: the devices that torch sees, as a list of ``torch.device`` without duplicates. The
+            list does not contain GPUs that only NVML lists.
         nvml_error: the reason why NVML is not used; None if NVML is used, or if no device needs it.
 
     Raises:
@@ -110,7 +110,7 @@ class MemoryProbe:
             return replace(memory, error=self.nvml_error or reason)
         try:
             free_bytes, total_bytes = module.mem_get_info(device)
-        except RuntimeError as error:  # not every accelerator's driver supports it
+        except RuntimeError as error:  # some accelerators do not support mem_get_info
             return replace(memory, error=str(error))
         return replace(memory, free_bytes=free_bytes, used_bytes=total_bytes - free_bytes)
 
@@ -190,9 +190,9 @@ def _sampled_peaks(
     ends.
 
     Yields:
-        A dict from each device in ``boards`` to its largest sample in bytes, or to None as long as
-        no query of the device has succeeded. The thread updates the dict while the block runs. The
-        actual peak may be higher than the largest sample.
+        A dict from each device in ``boards`` to its largest sample in bytes. Before the first
+        successful query of a device, its entry is None. The thread updates the dict while the block
+        runs. The actual peak may be higher than the largest sample.
     """
     peaks: dict[torch.device, int | None] = dict.fromkeys(boards)
     has_ended = threading.Event()

@@ -80,11 +80,11 @@ class StepMemory:
     The fields are complete when the block has ended.
 
     Attributes:
-        devices: the memory of each device. It is empty until the block ends, and stays empty if the
-            block raises an exception.
-        reason: the reason why the measurement is not valid; None if it is valid. It is not valid
-            while the block runs, if the block raises an exception, or if an allocator had to empty
-            its cache to try an allocation again.
+        devices: the memory of each device. The tuple is empty until the block ends, and stays empty
+            if the block raises an exception.
+        reason: the reason why the measurement is not valid; None if it is valid. The measurement is
+            not valid in three cases: the block is still running, the block has raised an exception,
+            or an allocator had to empty its cache to try an allocation again.
     """
 
     devices: tuple[DeviceMemory, ...] = ()
@@ -127,7 +127,9 @@ class StepMemory:
 
     @property
     def fullest(self) -> DeviceMemory:
-        """The memory of the device with the highest utilization; the first one, if several have it.
+        """The memory of the device with the highest utilization.
+
+        If several devices have the highest utilization, this is the memory of the first of them.
 
         Raises:
             ProbeError: the block is still running, or has raised an exception.

@@ -40,7 +40,9 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes as text, in the largest binary unit that it reaches.
+    """Return a number of bytes as text, such as ``"3.34 MiB"``.
+
+    The unit is the largest binary unit that is not larger than the number.
 
     Examples:
         >>> format_bytes(11 * 2**30), format_bytes(3_500_000), format_bytes(512)
@@ -51,10 +53,10 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the largest binary unit that ``largest`` reaches, as its size in bytes and its name.
+    """Return the size in bytes and the name of a binary unit that suits ``largest`` bytes.
 
-    For example, ``byte_scale(3000)`` is ``(1024, "KiB")``. If ``largest`` is below 1024, the unit
-    is the byte.
+    The unit is the largest one that is not larger than ``largest`` bytes. For example,
+    ``byte_scale(3000)`` is ``(1024, "KiB")``. If ``largest`` is below 1024, the unit is the byte.
     """
     power = max((n for n in range(1, 5) if abs(largest) >= 1 << 10 * n), default=0)
     return 1 << 10 * power, f"{_PREFIXES[power]}iB" if power else "B"

@@ -99,7 +99,7 @@ class StepMeter:
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements of all parameters of the model that require gradients."""
+        """The number of elements of all parameters that require gradients."""
         return sum(p.numel() for p in self._trained[0].parameters() if p.requires_grad)
 
     def measure(
@@ -113,8 +113,8 @@ class StepMeter:
     ) -> Option:
         """Train for a few steps, and return the measurement of the last step.
 
-        If memory runs out, no exception is raised. Instead, ``out_of_memory`` of the returned
-        option is the error's message, and the memory of the step is freed.
+        If memory runs out, no exception is raised. Instead, the returned option contains the
+        error's message as ``out_of_memory``, and the memory of the step is freed.
 
         Args:
             chunk_sizes: the number of samples of each device.

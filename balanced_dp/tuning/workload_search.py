@@ -14,10 +14,11 @@ from ..search import Search, Split
 from ..split import split_batch, split_by_weights
 
 _CLOSE = 400
-"""The largest chunk or batch found may be too small, by at most ``1 / _CLOSE`` of its size.
+"""The result of a search may be too small, by at most ``1 / _CLOSE`` of the result.
 
-The last step of ``WorkloadSearch`` fills the largest chunks that the step before it has found. So
-the errors of both steps add up, to at most 0.5 %.
+The result is the size of the largest chunk or batch. The last step of ``WorkloadSearch`` fills the
+largest chunks that the step before it has found. So the errors of both steps add up, to at most
+0.5 %.
 """
 
 
@@ -26,9 +27,9 @@ class WorkloadSearch(Search):
     """A search for the best ``gpu0_bsz`` of a batch, and then for the largest batches that fit.
 
     Attributes:
-        for_speed: whether to find two values of ``gpu0_bsz``: the one with which the fullest device
-            is the least full, and the largest one with which device 0 holds at most its budget (the
-            bytes that the device may hold). If False, only the first is found.
+        for_speed: whether to find a second ``gpu0_bsz`` besides the one with which the fullest
+            device is the least full. The second is the largest ``gpu0_bsz`` with which device 0
+            holds at most its budget (the bytes that the device may hold).
         largest: the upper limit of the batch size in the search for the largest batch.
     """
 
