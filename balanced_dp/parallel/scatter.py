@@ -293,7 +293,10 @@ class Inputs:
 
 
 def _sequences(inputs: Named) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each outermost list, tuple or array with several entries."""
+    """Yield the path and value of each list, tuple or array with several entries.
+
+    Sequences inside such a list, tuple or array are not yielded.
+    """
     for path, value in inputs:
         if _length(value) not in (None, 0, 1):
             yield path, value

@@ -9,12 +9,13 @@ samples, and cross entropies.
 
 Between the loss and its reductions, terms may be reshaped, added, subtracted, and multiplied or
 divided by Python numbers. They may also be divided by a tensor, if this tensor is an argument of
-the function that computes the loss. A term that is computed from parameters alone, such as
-``s.exp()``, may multiply means and sums over samples, and may be added to cross entropies and to
-means over samples. Any other operation between the loss and its reductions makes the loss unclear
-(see ``Composition``). No value is read from a device, and no user code is run again. The graphs of
-the replicas are followed side by side, because they usually differ only in the number of samples.
-``masked_mean_of`` recognizes one more kind of loss: ``(entries * mask).sum() / divisor``.
+the function that computes the loss. Some terms are computed from parameters alone, such as
+``s.exp()``. Such a term may multiply a mean or a sum over samples, but not a cross entropy. It may
+be added to a mean over samples or to a cross entropy, but not to a sum over samples. Any other
+operation between the loss and its reductions makes the loss unclear (see ``Composition``). No value
+is read from a device, and no user code is run again. The graphs of the replicas are followed side
+by side, because they usually differ only in the number of samples. ``masked_mean_of`` recognizes
+one more kind of loss: ``(entries * mask).sum() / divisor``.
 
 Each replica gets a part of the batch, a chunk. In the part of the graph between the reductions and
 the inputs, ``how_samples_mix`` looks for operators whose result for one sample depends on other
