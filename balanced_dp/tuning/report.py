@@ -286,14 +286,12 @@ class Report:
         One of them is ``gather=False``, which saves nothing if forward returns the loss. So
         ``gather=False`` is listed only if gathered outputs, or activations of a loss computed
         outside forward, make up more than 1 % of the peak of device 0. The activations of the loss
-        are estimated as all activations on device 0 minus those of its samples. A sample is assumed
-        to have as many bytes of activations on device 0 as on the other devices.
+        are those that device 0 holds with the even split, minus those of another device.
         """
-        best = self.best
+        best, even = self.best, self.even or self.best
         peak, outputs = best.peak_bytes[0] or 1, best.uses[0].get("gathered output", 0)
-        held = [use.get("activation", 0) for use in best.uses]
-        of_sample = [size / (n or 1) for size, n in zip(held, best.chunk_sizes, strict=True)][1:]
-        loss = held[0] - best.chunk_sizes[0] * max(of_sample, default=0)
+        held = [use.get("activation", 0) for use in even.uses]
+        loss = held[0] - max(held[1:], default=0)
         why = "if the script, and not forward, computes the loss"
         why = f"outputs fill {outputs / peak:.0%} of device 0" if outputs > 0.01 * peak else why
         saves_memory = best.gather and not self.is_trainer and max(outputs, loss) > 0.01 * peak

@@ -171,9 +171,9 @@ def test_a_script_has_a_criterion_or_trainer():
     apart = [replace(option, gather=False) for option in (EVEN, SMALLER)]  # it has a criterion, too
     shown = report_of(apart, [90] * 2, wrapped_at=(place,))
     assert "Criterion" not in tables.lines(shown) + " ".join(tables.summary(shown))
-    more = option((4, 12), (90, 50), uses=({"activation": 5}, {"activation": 9}))  # of its loss
+    more = option((8, 8), (90, 50), uses=({"activation": 5}, {"activation": 3}))  # of its loss
     outputs, apart = replace(more, uses=({"gathered output": 9}, {})), replace(more, gather=False)
-    alike = replace(more, uses=({"activation": 3}, {"activation": 9}))
+    alike = replace(more, uses=({"activation": 3}, {"activation": 3}))
     for one, why in (more, "(if"), (outputs, "s fill 10%"), (apart, ""), (alike, ""):
         *found, _ = report_of([one], [99] * 2, wrapped_at=(place,)).not_tried
         assert len(found) == bool(why) and why in "".join(found)
