@@ -11,16 +11,16 @@ import hypothesis
 import pytest
 import torch
 
-# Without this import, the first call of a model imports torch._dynamo, and leaves reference cycles
-# that contain the frames of the call.
-import torch._dynamo  # noqa: F401
-
 from balanced_dp import emulate_devices
 from balanced_dp.emulation import EmulatedDevices
 
 from . import cuda_stand_in
 from .cuda_stand_in import StandIn
 from .devices import KINDS, open_devices
+
+# The first call of a model imports torch._dynamo. If it did so in a test without the garbage
+# collector, reference cycles with the frames of this call would keep the test's tensors alive.
+importlib.import_module("torch._dynamo")
 
 NEEDS = {
     "typer": ["cli", "report", "memory/test_commands.py", "test_documentation.py"],

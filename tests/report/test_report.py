@@ -201,6 +201,6 @@ def test_without_an_option_it_says_what_lacks():
     assert "A batch of 16 does not fit: with BalancedDataParallel(6, model), device" in text
     assert "device 0 needs 70 B and lacks 5 B; no other batch was measured" in text
     assert "option 1" not in text and "```python" not in text and "--reserve" not in text
-    kept = replace(lacking, reserve_bytes=2).what_lacks()
-    assert "lacks 7 B, as 2 B of each device is kept free (--reserve); no other" in kept
+    kept = replace(lacking, reserve_bytes=2, wrapped_at=("train.py:3: model",)).what_lacks()
+    assert re.search(r"lacks 7 B, as 2 B of .* \(--reserve\); no other .* the changes below$", kept)
     assert 'class="line"' not in report_html(lacking)
