@@ -259,8 +259,6 @@ class Inputs:
             )
         if tensor.is_nested or tensor.layout != torch.strided:
             raise _error(path, "is sparse or nested, and cannot be split; pass a dense tensor")
-        if len(sizes) == 1:
-            return [move(tensor, devices[0])]
         # Chunks are copies, not views. A view would keep the whole batch in memory for as long as
         # autograd needs the view. An in-place operation on one view would increment the version
         # counter that all views share, so that backward could raise an error for other views.

@@ -25,6 +25,7 @@ samples of the same chunk.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 import re
@@ -374,7 +375,7 @@ def _follow(counts: Sequence[int], sizes: Sequence[int]) -> bool:
     return len({*map(operator.truediv, counts, sizes)}) == 1
 
 
-def _shape_of(node: Any, number: int = 0) -> Sequence[int]:
+def _shape_of(node: Any, number: int = 0) -> tuple[int, ...]:
     """Return the shape of output ``number`` of the operator that belongs to an autograd node.
 
     Raises:
@@ -391,7 +392,7 @@ def _operator_name(node: Any) -> str:
     name: str = node.name().rpartition("::")[2] if node else ""
     # A custom autograd.Function named Mul has a node named MulBackward. This name is not shortened,
     # because Mul would look like torch's operator.
-    return name if isinstance(node, BackwardCFunction) else re.sub(r"Backward(s|\d*)$", "", name)
+    return name if isinstance(node, BackwardCFunction) else name.partition("Backward")[0]
 
 
 def _dims_of(node: Any) -> Sequence[int]:
@@ -402,7 +403,7 @@ def _dims_of(node: Any) -> Sequence[int]:
     return [dim - 2**64 * (dim >= 2**63) for dim in dims if dim is not None]
 
 
-def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -> str:
+def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: tuple[int, ...]) -> str:
     """Return a sentence on how samples of the same chunk affect each other, or "".
 
     A chunk is the part of the batch that a replica has. The sentence, such as ``"Softmax runs along
@@ -427,7 +428,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
             if node in seen or node is nodes[-1] or len(set(map(type, nodes))) > 1:
                 continue
             seen.add(node)
-            shapes = list(starmap(_shape_of, edges))
+            shapes = tuple(starmap(_shape_of, edges))
             # From a loss back to its reductions, shapes are the same on all replicas. Operators in
             # this part are skipped, since the losses are joined.
             is_alike = shapes.count(shapes[0]) == len(shapes)
@@ -439,7 +440,7 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
                 continue
             if len(axes) > 1 or not num_pairs.isdisjoint(zip(*shapes, strict=False)):
                 return f"{name} computes a number for each pair of samples"
-            if is_alike and any(_axes(starmap(_shape_of, own), sizes) for own in known):
+            if is_alike and any(_axes(tuple(starmap(_shape_of, own)), sizes) for own in known):
                 return f"{name} reduces the samples of each chunk"
             along = _dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
             along = (-2,) if name.startswith("ScaledDotProduct") else along
@@ -448,7 +449,8 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: Sequence[int]) -
     return ""
 
 
-def _axes(shapes: Iterable[Sequence[int]], sizes: Sequence[int]) -> set[int]:
+@functools.lru_cache  # the layers of a model often repeat the same shapes
+def _axes(shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> set[int]:
     """Return the dimensions whose lengths on the replicas are in proportion to the chunk sizes."""
     lengths = enumerate(zip(*shapes, strict=False))
     return {axis for axis, own in lengths if len({*own}) > 1 and _follow(own, sizes)}

@@ -358,7 +358,7 @@ class Call:
         else:  # search two replicas, which takes less time; then confirm a finding with all
             ends = [sizes.index(min(sizes)), sizes.index(max(sizes))]
             pairs = [[own[i] for i in ends] for own in found]
-            how = how_samples_mix(pairs, [sizes[i] for i in ends]) and how_samples_mix(found, sizes)
+            how = how_samples_mix(pairs, (min(sizes), max(sizes))) and how_samples_mix(found, sizes)
         if how:
             reason = f"{how}, so each device uses only its own chunk"
             self.warn(None, reason, "Compute this after the call, from gathered outputs")
