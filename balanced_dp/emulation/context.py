@@ -23,7 +23,7 @@ FOR_EMULATION = """
     _register_device_module random._seed_custom_device serialization._package_registry
     optim.optimizer._foreach_supported_types jit._builtins._get_builtin_table
     optim.optimizer._get_foreach_kernels_supported_devices
-    optim.optimizer._get_fused_kernels_supported_devices utils._mode_utils.no_dispatch
+    optim.optimizer._get_fused_kernels_supported_devices
     nn.parallel._functions._get_stream overrides._get_current_function_mode_stack
     utils._device._device_constructors cuda._exchange_device cuda._maybe_exchange_device
     cuda._cudart cuda._cached_device_count _C._nn._parse_to _C._jit_get_schemas_for_operator

@@ -19,14 +19,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .ledger import Label
-from .machine import Machine, current_machine, is_in_backward, label_of_results
+from .machine import Machine, current_machine, label_of_results
 from .symbolic import CPU, META, is_known, is_unknown_dtype, require_known
 from .tensor import (
     HANDLERS,
     PROVISIONAL,
     EmulatedTensor,
     Wrapped,
-    allocations_of,
     elem_of,
     operator,
     set_label,
@@ -186,8 +185,10 @@ def _copy_label(source: EmulatedTensor, index: int, machine: Machine) -> Label:
     if label is Label.GRADIENT:
         set_label(source, label)
         return label
-    known = allocations_of(source)[0].block.label
-    if source.get_device() == index or (known in PROVISIONAL and is_in_backward()):
+    known = source._blocks[0].label
+    if source.get_device() == index or (
+        known in PROVISIONAL and torch._C._current_graph_task_id() != -1
+    ):
         return label
     if known not in PROVISIONAL:
         return known
@@ -224,7 +225,7 @@ def _add(self: Any, other: Any, **kwargs: Any) -> Any:
     finally:
         thread.is_adding_gradients = False
     if is_engine:
-        blocks = [a.block for t in (self, other, total) for a in allocations_of(t)]
+        blocks = [*self._blocks, *other._blocks, *total._blocks]
         if any(block.label is Label.GRADIENT for block in blocks):
             for block in blocks:
                 block.label = Label.GRADIENT
@@ -250,10 +251,10 @@ def _filled(fill_: torch._ops.OpOverload, input: EmulatedTensor, *args: Any, **k
 
 def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     """Apply dropout with a bool mask, as CUDA's fused kernel does."""
-    wrapped = Wrapped(aten.native_dropout.default)
+    wrapped = Wrapped()
     elem = wrapped.unwrap(input)
     if train is False or p == 0 or not is_known(elem):
-        return operator(wrapped.func)(input, p, train)
+        return operator(aten.native_dropout.default)(input, p, train)
     generator = wrapped.machine.generators[wrapped.index]
     # Each draw of 64 bits gives four numbers of 16 bits, so p is rounded to a multiple of 2**-16.
     # With rand, the mask would take three times as long, and with bernoulli_, five times.
@@ -267,8 +268,8 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
     """Pack a padded sequence. Lengths and batch sizes are CPU tensors, as with CUDA."""
     if isinstance(lengths, EmulatedTensor):
         raise RuntimeError(f"'lengths' is on {lengths.device}; it must be on the CPU: use .cpu()")
-    wrapped = Wrapped(aten._pack_padded_sequence.default)
-    data, batch_sizes = wrapped.func(wrapped.unwrap(input), lengths, batch_first)
+    wrapped, pack = Wrapped(), aten._pack_padded_sequence.default
+    data, batch_sizes = pack(wrapped.unwrap(input), lengths, batch_first)
     return wrapped.wrap(data), batch_sizes
 
 
@@ -313,7 +314,7 @@ def _linear_backward(input: Tensor, grad: Tensor, weight: Tensor, mask: list[boo
         # that is freed at once. As with torch's operators, the peak then includes a moment when
         # original and copy both exist, but the gradients are computed while only one of them does.
         grad.reshape(-1, grad.size(-1))
-    wrapped = Wrapped(aten.linear_backward.default)
+    wrapped = Wrapped()
     x, g, w = wrapped.unwrap((input, grad, weight))
     rows, grads = x.reshape(-1, x.size(-1)), g.reshape(-1, g.size(-1))
     of_input = (grads @ w).view(x.shape) if mask[0] else None
@@ -351,8 +352,7 @@ def _attention(
     generator = current_machine().generators[query.get_device()]
     seed = int(torch.randint(2**31, (), generator=generator, device=CPU)) if dropout_p else 0
     run = partial(_attend, options=(dropout_p, is_causal, scale, seed))
-    func, num_rows = aten.scaled_dot_product_attention.default, math.prod(query.shape[:3])
-    return _fused(func, run, num_rows, query, key, value, attn_mask)[0]
+    return _fused(run, math.prod(query.shape[:3]), query, key, value, attn_mask)[0]
 
 
 def _is_fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
@@ -416,7 +416,7 @@ def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
     # of rows of the weights, which is eight for each unit of an LSTM.
     num_rows = sum(weight.size(0) for weight in weights if weight.dim() == 2)
     num_kept = args[0].shape[:-1].numel() * num_rows * torch.is_grad_enabled()
-    return _fused(func, run, num_kept, *inputs)
+    return _fused(run, num_kept, *inputs)
 
 
 class _Fused(torch.autograd.Function):
@@ -425,20 +425,19 @@ class _Fused(torch.autograd.Function):
     The backward pass computes the operator again to get the gradients.
 
     Args:
-        func: the operator. It is not called; only error messages name it.
-        run: function that is called instead, and computes the operator's outputs on the CPU.
+        run: function that computes the operator's outputs on the CPU.
         num_kept: how many numbers the fused kernel saves for the backward pass, in addition to the
             inputs and the output.
         inputs: the inputs of the operator, each a tensor or None.
     """
 
     @staticmethod
-    def forward(ctx: Any, func: Any, run: Any, num_kept: int, *inputs: Any) -> Any:
-        wrapped = Wrapped(func)
+    def forward(ctx: Any, run: Any, num_kept: int, *inputs: Any) -> Any:
+        wrapped = Wrapped()
         elems = wrapped.unwrap(inputs)
         dtype = torch.promote_types(elems[0].dtype, torch.float32)
         outputs, kept = wrapped.wrap((run(*elems), elems[0].new_empty(num_kept, dtype=dtype)))
-        ctx.func, ctx.run = func, run
+        ctx.run = run
         ctx.save_for_backward(*inputs, outputs[0], kept)  # cuDNN saves no final states, either
         return outputs
 
@@ -452,9 +451,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def _backward(ctx: Any, *grads: Any) -> Any:
-        needs = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[2:]
         inputs = ctx.saved_tensors[: len(needs)]  # checkpointing allows reading them only once
-        wrapped = Wrapped(ctx.func)
+        wrapped = Wrapped()
         elems: list[Any] = [x if x is None else x.detach() for x in wrapped.unwrap(inputs)]
         targets: dict[int, Any] = {i: torch.empty_like(inputs[i]) for i, n in enumerate(needs) if n}
         if is_known(elems[0]):
@@ -464,7 +463,7 @@ class _Fused(torch.autograd.Function):
             gradients = torch.autograd.grad(outputs, leaves, wrapped.unwrap(grads))
             for target, gradient in zip(targets.values(), gradients, strict=True):
                 elem_of(target).copy_(gradient)
-        return None, None, None, *map(targets.get, range(len(needs)))
+        return None, None, *map(targets.get, range(len(needs)))
 
 
 _fused: Any = _Fused.apply  # torch gives this method no types

@@ -19,7 +19,7 @@ import torch
 from ..errors import EmulationError
 from ..free_threading import looking_at_nodes
 from ..memory.units import format_bytes
-from .ledger import Allocation, DeviceLedger, Label, round_up
+from .ledger import Allocation, Block, DeviceLedger, Label, round_up
 
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
@@ -134,8 +134,8 @@ class Machine:
         for generator in self.generators:
             generator.manual_seed(seed)
 
-    def enter(self, index: int, storage: Any, label: Label) -> None:
-        """Allocate emulated memory for ``storage``, unless it already has memory of the right size.
+    def enter(self, index: int, storage: Any, label: Label) -> Block:
+        """Return the block of memory of ``storage``; allocate it first, unless its size is right.
 
         Args:
             index: the index of the device.
@@ -149,12 +149,13 @@ class Machine:
         earlier: Allocation | None = getattr(storage, "_allocation", None)
         if earlier is not None:
             if earlier.block.num_bytes == round_up(storage.nbytes()):
-                return
+                return earlier.block
             label = earlier.block.label
         # Only the storage refers to the allocation, so both are deallocated together.
         storage._allocation = self.ledgers[index].allocate(
             storage.nbytes(), label, marks_peak=not self.thread.is_adding_gradients
         )
+        return storage._allocation.block  # type: ignore[no-any-return]
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
         """Add ``num_bytes`` to the bytes copied from ``source`` to ``target``.
@@ -180,18 +181,14 @@ def label_of_results(machine: Machine) -> Label:
     - The running autograd node receives gradients of leaf tensors: "gradient".
     - All other cases: "activation".
     """
-    if machine.thread.optimizer_task == torch._C._current_graph_task_id():
+    task = torch._C._current_graph_task_id()  # -1 outside of backward passes
+    if machine.thread.optimizer_task == task:
         return Label.OTHER
-    if is_in_backward():
+    if task != -1:
         with looking_at_nodes:
             if type(torch._C._current_autograd_node()).__name__ in _TAKES_GRADIENTS:
                 return Label.GRADIENT
     return Label.ACTIVATION
-
-
-def is_in_backward() -> bool:
-    """Return whether this thread is now running a node of a backward pass."""
-    return torch._C._current_graph_task_id() != -1
 
 
 _TAKES_GRADIENTS = {"AccumulateGrad", "BroadcastBackward"}

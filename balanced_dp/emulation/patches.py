@@ -134,7 +134,8 @@ def _swap_data(parameter: Any, other: torch.Tensor) -> None:
     ``torch.utils.swap_tensors``, which would swap the attributes and hooks, too. On CUDA, a
     parameter keeps them, because there ``Module.to`` assigns to ``parameter.data``.
     """
-    attributes = {k: v for k, v in vars(parameter).items() if k not in ("_elem", "_machine")}
+    own = ("_elem", "_machine", "_blocks")
+    attributes = {k: v for k, v in vars(parameter).items() if k not in own}
     hooks = {name: getattr(parameter, name) for name in _HOOKS}
     _swap_all(parameter, other)
     vars(parameter).update(attributes)

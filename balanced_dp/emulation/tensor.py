@@ -19,10 +19,9 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
 from ..errors import EmulationError
-from .ledger import Allocation, Label
+from .ledger import Block, Label
 from .machine import DEVICES, Machine, current_machine, label_of_results
 from .symbolic import (
     CPU,
@@ -73,6 +72,11 @@ class EmulatedTensor(torch.Tensor):
     It is a CPU tensor, or a meta tensor if the values are not known.
     """
     _machine: Machine
+    _blocks: list[Block]
+    """The recorded memory of this tensor: a block for each of its storages.
+
+    A strided tensor has one storage, and a sparse tensor has two.
+    """
 
     # __torch_dispatch__ intercepts operators after autograd. So __torch_function__, which would
     # intercept them before autograd, is disabled. Torch's stubs give both methods wider types.
@@ -101,7 +105,7 @@ class EmulatedTensor(torch.Tensor):
         """Replace the data and the device of this tensor by those of ``value``."""
         _torch_data.__set__(self, value)
         assert isinstance(value, EmulatedTensor)  # torch accepts no other tensor
-        self._elem, self._machine = value._elem, value._machine
+        self._elem, self._machine, self._blocks = value._elem, value._machine, value._blocks
 
     data: Any = property(_torch_data.__get__, _set_data)
 
@@ -153,8 +157,7 @@ class EmulatedTensor(torch.Tensor):
         suffix = f", device='{self.device}'" + (", requires_grad=True" * self.requires_grad)
         if not is_known(self._elem):
             return f"tensor(<symbolic>, size={tuple(self.shape)}, dtype={self.dtype}{suffix})"
-        with no_dispatch():
-            return f"{str(self._elem)[:-1]}{suffix})"
+        return f"{str(self._elem)[:-1]}{suffix})"
 
     def __copy__(self) -> torch.Tensor:
         return self._leaf(self.detach())
@@ -203,7 +206,7 @@ class Operator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator on the tensors that the arguments wrap, and wrap the outputs."""
-        wrapped = Wrapped(self.func)
+        wrapped = Wrapped()
         machine = wrapped.machine
         elem_args = [
             value if dims is None else wrapped.unwrap(value, dims)
@@ -217,7 +220,6 @@ class Operator:
                 return self.func(*elem_args, **elem_kwargs)
             elem_kwargs["device"] = CPU
             index = machine.index_of(target)
-        elem_kwargs.pop("pin_memory", None)
         if self.draws_random_numbers and kwargs.get("generator") is None:
             elem_kwargs["generator"] = machine.generators[index]
         run = self.on_shapes if machine.symbolic else self.func
@@ -279,10 +281,9 @@ class Wrapped:
     replaces the tensors in the output by emulated tensors.
     """
 
-    __slots__ = ("_index", "_other", "by_elem", "func", "machine")
+    __slots__ = ("_index", "_other", "by_elem", "machine")
 
-    def __init__(self, func: torch._ops.OpOverload) -> None:
-        self.func = func
+    def __init__(self) -> None:
         self.machine = current_machine()
         self.by_elem: dict[int, EmulatedTensor] = {}
         self._index = -1
@@ -322,8 +323,7 @@ class Wrapped:
         if self._other is not None:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{self.machine.devices[self._index]} and {self._other.device}! "
-                f"(when running {self.func})"
+                f"{self.machine.devices[self._index]} and {self._other.device}!"
             )
         return self._index
 
@@ -365,8 +365,7 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
             return wrap_elem(elem, machine, index, label)
     if machine.symbolic and is_unknown_dtype(elem.dtype) and is_known(elem):
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
-    for part in _parts(elem):
-        machine.enter(index, part.untyped_storage(), label)
+    blocks = [machine.enter(index, part.untyped_storage(), label) for part in _parts(elem)]
     is_strided = elem.layout is torch.strided
     wrapper: EmulatedTensor = torch.Tensor._make_wrapper_subclass(
         EmulatedTensor,
@@ -380,6 +379,7 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
     )
     wrapper._elem = elem
     wrapper._machine = machine
+    wrapper._blocks = blocks
     return wrapper
 
 
@@ -420,24 +420,15 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     return tensor._elem
 
 
-def allocations_of(tensor: EmulatedTensor) -> list[Allocation]:
-    """Return the ``Allocation`` (the recorded memory) of each storage of ``tensor``.
-
-    A strided tensor has one storage, and a sparse tensor has two.
-    """
-    storages: list[Any] = [part.untyped_storage() for part in _parts(tensor._elem)]
-    return [storage._allocation for storage in storages]  # set by Machine.enter
-
-
 def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL) -> None:
     """Label the memory of ``tensor`` with ``label``, if its present label is in ``over``.
 
     A label says what memory is used for. If ``tensor`` is not an emulated tensor, do nothing.
     """
     if isinstance(tensor, EmulatedTensor):
-        for allocation in allocations_of(tensor):
-            if allocation.block.label in over:
-                allocation.block.label = label
+        for block in tensor._blocks:
+            if block.label in over:
+                block.label = label
 
 
 def _refused_cpu_dims(argument: torch.Argument) -> float | None:
