@@ -42,11 +42,6 @@ def picture(report: Report, other: Report) -> str:
             other.best
         ),
     }
-    return draw_panels(panels, size=(10, 4.4))
-
-
-def draw_panels(panels: dict[str, Option], size: tuple[float, float]) -> str:
-    """Return a picture of the memory of each device as SVG, with one panel for each measurement."""
 
     def draw(figure: Figure) -> None:
         figure.patch.set(facecolor="white", alpha=1)
@@ -59,7 +54,7 @@ def draw_panels(panels: dict[str, Option], size: tuple[float, float]) -> str:
             shown |= dict(zip(labels, handles, strict=True))
         figure.legend(shown.values(), shown, loc="outside lower center", ncols=len(shown))
 
-    return svg(draw, size)
+    return svg(draw, (10, 4.4))
 
 
 def draw_devices(axes, title: str, found: Option) -> None:

@@ -75,27 +75,14 @@ def measured() -> list[dict[str, Any]]:
     rows = []
     for name, seconds in zip(list(steps)[1:], others, strict=True):
         ratios = [a / b for a, b in zip(seconds, plain, strict=True)]
-        low, high = interval(ratios)
         rows.append(
             {
                 "step": name,
                 "ms": 1e3 * statistics.median(seconds),
                 "ratio to plain": statistics.median(ratios),
-                "95 % interval": f"{low:.3f} to {high:.3f}",
             }
         )
     return rows
-
-
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the median of ``ratios``.
-
-    It is estimated by a bootstrap: 1000 times, as many ratios are drawn with replacement.
-    """
-    chance = random.Random(0)
-    found = [statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(1000)]
-    cuts = statistics.quantiles(found, n=40)
-    return cuts[0], cuts[-1]
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import balanced_dp
 NOTES = {
     "ranks-scaling": "A transformer with 3.7M parameters, 16 samples of T=64, two ranks on gloo "
     "with shares 4 and 12, forward and backward pass of one model. All steps take turns in 120 "
-    "rounds, and a ratio is the median of the rounds' ratios. The interval is found by drawing "
-    "the rounds again (a bootstrap)."
+    "rounds, and a ratio is the median of the rounds' ratios. The step 'plain again' shows how "
+    "precise the ratios are."
 }
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ArgumentError
-from ..memory.units import format_bytes
 from ..parallel.nested import leaves, replaced
 from ..split import as_integer, split_batch, split_by_weights
 
@@ -26,74 +25,53 @@ def split_ranks(
     *,
     rank0_bsz: int | None = None,
     weights: Sequence[float] | None = None,
-    capacities: Sequence[int] | None = None,
-    fixed_bytes: int = 0,
 ) -> tuple[int, ...]:
     """Return the chunk size (number of samples) of each rank; the sum is ``batch_size``.
 
     With ``rank0_bsz`` alone, rank 0 gets at most ``rank0_bsz`` samples, and the rest is divided
     evenly over the other ranks. With ``weights``, chunk sizes are in proportion to the weights.
-    With ``capacities``, chunk sizes are in proportion to the memory that is left on each rank's
-    device after ``fixed_bytes``. Together with ``weights`` or ``capacities``, ``rank0_bsz`` is a
-    limit: if rank 0 would get more samples, it gets ``rank0_bsz``, and the rest is divided over the
-    other ranks in proportion.
+    Together with ``weights``, ``rank0_bsz`` is a limit: if rank 0 would get more samples, it gets
+    ``rank0_bsz``, and the rest is divided over the other ranks in proportion.
 
-    To find ``fixed_bytes``, measure the peaks of two chunk sizes with
-    ``balanced_dp.tuning.step.measure_step`` on one emulated device, and extrapolate to 0 samples.
-    Then add what the emulated device does not count: the buckets of ``DistributedDataParallel``,
-    which are as large as the gradients, and the CUDA context.
+    If the devices have different memory, the weight of a rank is the memory that its device has
+    left for samples. To find out how many bytes a rank needs without samples, measure the peaks of
+    two chunk sizes with ``balanced_dp.tuning.step.measure_step`` on one emulated device, and
+    extrapolate to 0 samples. Then add what the emulated device does not count: the buckets of
+    ``DistributedDataParallel``, which are as large as the gradients, and the CUDA context.
 
     Examples:
         >>> split_ranks(32, 4, rank0_bsz=2)
         (2, 10, 10, 10)
-        >>> split_ranks(32, capacities=[24 * 2**30, 11 * 2**30, 11 * 2**30], fixed_bytes=3 * 2**30)
+        >>> split_ranks(32, weights=[24 - 3, 11 - 3, 11 - 3])  # GiB, without the fixed 3 GiB
         (18, 7, 7)
 
     Args:
         batch_size: number of samples in the whole batch, at least 0.
-        world_size: number of ranks. The default is the number of weights or capacities; if neither
-            is given, it is the size of the default process group.
+        world_size: number of ranks. The default is the number of weights or, without weights, the
+            size of the default process group.
         rank0_bsz: maximum chunk size of rank 0, at least 0.
         weights: one number for each rank, at least 0 and not all 0.
-        capacities: memory of each rank's device in bytes.
-        fixed_bytes: memory in bytes that each device needs even without samples: for parameters,
-            gradients, DistributedDataParallel's buckets, optimizer state and the CUDA context.
 
     Raises:
         ArgumentError: in each of these cases:
 
             - An argument is out of range, or ``weights`` are not numbers.
-            - ``rank0_bsz``, ``weights`` and ``capacities`` are all missing.
-            - Both ``weights`` and ``capacities`` are given.
-            - The number of weights or capacities is not ``world_size``.
-            - The capacity of a device is not larger than ``fixed_bytes``.
+            - Both ``rank0_bsz`` and ``weights`` are missing.
+            - The number of weights is not ``world_size``.
             - ``rank0_bsz`` leaves samples for the other ranks, but their weights are all 0.
 
         ArgumentTypeError: an argument other than ``weights`` is not an integer.
-        ValueError: ``world_size``, ``weights`` and ``capacities`` are all missing, and there is no
-            process group.
+        ValueError: both ``world_size`` and ``weights`` are missing, and there is no process group.
     """
-    if weights is not None and capacities is not None:
-        raise ArgumentError("weights and capacities both determine the split; give one of them")
-    if capacities is not None:
-        fixed_bytes = as_integer("fixed_bytes", fixed_bytes, minimum=0)
-        weights = [as_integer("capacities", capacity) - fixed_bytes for capacity in capacities]
-        for rank, free_bytes in enumerate(weights):
-            if free_bytes <= 0:
-                raise ArgumentError(
-                    f"rank {rank} can hold {format_bytes(capacities[rank])}, but needs "
-                    f"{format_bytes(fixed_bytes)} without any samples; leave the rank out, or "
-                    "shard the model"
-                )
     if weights is None:
         if rank0_bsz is None:
-            raise ArgumentError("give rank0_bsz, weights or capacities to determine the split")
+            raise ArgumentError("give rank0_bsz or weights to determine the split")
         rank0_bsz = as_integer("rank0_bsz", rank0_bsz, minimum=0)
         world_size = dist.get_world_size() if world_size is None else world_size
         return split_batch(batch_size, world_size, rank0_bsz)
     if world_size is not None and world_size != len(weights):
         raise ArgumentError(
-            f"world_size={world_size}, but weights or capacities are given for {len(weights)} ranks"
+            f"world_size={world_size}, but weights are given for {len(weights)} ranks"
         )
     return split_by_weights(batch_size, weights, rank0_bsz)
 

@@ -7,7 +7,7 @@ of each device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import get_args
@@ -54,7 +54,6 @@ def tune(
     spread: bool = False,
     goal: Goal | None = None,
     with_alternatives: bool = True,
-    on_measurement: Callable[[Option], object] = lambda option: None,
 ) -> Report:
     """Measure training steps of a workload with several splits, and report which split is best.
 
@@ -95,7 +94,6 @@ def tune(
             emulated devices without ``capacities``.
         with_alternatives: whether to also measure with the loss on each device (``gather=False``),
             and with parameters spread over all devices (``spread=True``).
-        on_measurement: a function that is called with each measured ``Option``.
 
     Returns:
         A report of all measured options.
@@ -136,7 +134,7 @@ def tune(
             capacities = capacities_of(devices)
         reserve = checked_reserve(reserve, capacities)
         meter = stack.enter_context(StepMeter(workload, devices))
-        run = _Run(meter, batch_size, sorted(set(sweep)), on_measurement)
+        run = _Run(meter, batch_size, sorted(set(sweep)))
         even = split_batch(batch_size, len(devices), batch_size)
         report = Report.of(
             devices,
@@ -171,7 +169,6 @@ class _Run:
         meter: measures the training steps.
         batch_size: the number of samples in the requested batch.
         swept: values of ``gpu0_bsz`` to measure in addition to those that the search chooses.
-        on_measurement: a function that is called with each measured ``Option``.
         known: the measured options, as a dict from ``(split, gather, spread)`` to ``Option``. The
             split is the number of samples of each device.
     """
@@ -179,7 +176,6 @@ class _Run:
     meter: StepMeter
     batch_size: int
     swept: Sequence[int]
-    on_measurement: Callable[[Option], object]
     known: dict[tuple[Split, bool, bool], Option] = field(default_factory=dict)
 
     def measured(self, split: Split, gather: bool, spread: bool) -> Option:
@@ -187,7 +183,6 @@ class _Run:
         key = split, gather, spread
         if key not in self.known:
             self.known[key] = self.meter.measure(split, gather=gather, spread=spread)
-            self.on_measurement(self.known[key])
         return self.known[key]
 
     def search(self, report: Report, gather: bool, spread: bool) -> None:
