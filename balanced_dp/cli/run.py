@@ -186,7 +186,7 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
         ran = f"{loop.num_iterations}{', without optimizer state' * (loop.num_iterations == 1)}"
         return f"To compare splits, run two steps with batches of equal size; the script ran {ran}."
     if sum(map(bool, loop.highest.peak_bytes)) < 2 and calls:
-        return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
+        return f"No input was split, or device_ids has one device; leave it out: {_place(calls[0])}"
     if sum(map(bool, loop.highest.peak_bytes)) < 2:
         return "The script splits no batches; add model = torch.nn.DataParallel(model.cuda())."
     return (

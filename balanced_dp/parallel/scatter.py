@@ -281,8 +281,8 @@ class Inputs:
             self._warn(path, value, fact, remedy)
 
     def _warn(self, path: str, value: Any, fact: str, remedy: str = "", silence: str = "") -> None:
-        """Warn once about an input, unless ``broadcast`` or ``split`` names it."""
-        if path not in self.warned and not _is_below(path, [*self.broadcast, *self.split]):
+        """Warn once about an input and all inputs inside it, unless an option names it."""
+        if not _is_below(path, [*self.warned, *self.broadcast, *self.split]):
             self.warned.add(path)
             remedy = remedy or f"if it has an entry for each sample, split=({path!r},) splits it"
             silence = silence or f"broadcast=({path!r},)"

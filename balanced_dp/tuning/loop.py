@@ -134,13 +134,13 @@ class Loop(AutoSplit):
     def options(self) -> list[Option]:
         """The measurement of each split that was tried with the largest batch so far.
 
-        A split is the chunk size (the number of samples) of each device. If a split was measured
-        more than once, the list contains the measurement with the highest peak. If ``gpu0_bsz`` is
-        ``"auto"``, only the latest measurements of each split count: equally many for each split,
-        at most 3. If all measurements counted, the splits that were measured most often would tend
-        to have the highest peaks.
+        A split is the chunk size (the number of samples) of each device. Calls that split no input
+        are left out. If a split was measured more than once, the list contains the measurement with
+        the highest peak. If ``gpu0_bsz`` is ``"auto"``, only the latest measurements of each split
+        count: equally many for each split, at most 3. If all measurements counted, the splits that
+        were measured most often would tend to have the highest peaks.
         """
-        return [option for _, option in self.search.highest.values()]
+        return [option for _, option in self.search.highest.values() if option.batch_size]
 
     @property
     def model(self) -> BalancedDataParallel[Any] | None:

@@ -31,9 +31,12 @@ elif "one" in sys.argv:
 if "equal" in sys.argv:
     is_even = lambda _, inputs: 1 // (4 * len(inputs[0]) == batch_size) and None
     model.module[0].register_forward_pre_hook(is_even)
+shape = [] if "scalar" in sys.argv else [batch_size, 64]
+if not shape:
+    model.module.register_forward_pre_hook(lambda _, inputs: inputs[0].expand(8, 64))
 optimizer = torch.optim.AdamW(model.parameters())
 for step in range(num_steps):
-    inputs = torch.randn(batch_size, 64, device="cpu").to(device)
+    inputs = torch.randn(shape, device="cpu").to(device)
     loss = model(inputs).square().mean()
     loss.backward()
     if "plain" not in sys.argv:
@@ -109,7 +112,8 @@ def test_the_report_is_written(script):
         ("train.py 6 64 wrap exit", 5, "With option 1, device "),
         ("train.py 0 64 wrap", 0, "Nothing was measured: the script ran no forward pass"),
         ("train.py 4 64", 0, "The script splits no batches; add model = torch.nn.DataParallel(m"),
-        ("train.py 4 64 one", 0, "for one device. Leave device_ids out: train.py:13"),
+        ("train.py 4 64 wrap scalar", 0, "No input was split, or device_ids has one device; leave"),
+        ("train.py 4 64 one", 0, "has one device; leave it out: train.py:13"),
         ("train.py 4 64 cpu", 0, "splits no batches; add model = torch.nn.DataParallel(model.cuda"),
         ("--devices 1 train.py 4 64 wrap", 0, "On one device there are no splits to compare;"),
         ("train.py 1 64 wrap", 0, "batches of equal size; the script ran 1, without optimizer"),
