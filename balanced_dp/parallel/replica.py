@@ -290,7 +290,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     if type(module).zero_grad is nn.Module.zero_grad:
         own["zero_grad"] = _OF_REPLICAS.zero_grad
     # nn.Module.register_parameter would refuse copies of parameters, as they are not leaves.
-    own["register_parameter"] = functools.partial(operator.setitem, own["_parameters"])
+    own["register_parameter"] = own["_parameters"].__setitem__
     return copy
 
 
