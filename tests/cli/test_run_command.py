@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from balanced_dp.cli.commands import app
-from balanced_dp.cli.run import run_and_measure
+from balanced_dp.cli.run import _place, run_and_measure
 from balanced_dp.report import load_report
 
 from .. import cuda_stand_in, processes
@@ -215,6 +215,11 @@ def test_a_model_that_is_called_by_forward(script):
     assert report.best.chunk_sizes == expected.best.chunk_sizes
     for option in report.options:
         assert option.peak_bytes == pytest.approx(by_split[option.chunk_sizes], rel=0.1)
+
+
+def test_where_a_model_is_wrapped(script):
+    assert _place((str(script), 11)) == "train.py:11: model = nn.DataParallel(model)"
+    assert f"{pytest.__file__}:1, a line of a library: " in _place((pytest.__file__, 1))
 
 
 def test_warnings_that_a_script_hides_are_repeated(script):
