@@ -185,10 +185,8 @@ def _copy_label(source: EmulatedTensor, index: int, machine: Machine) -> Label:
     if label is Label.GRADIENT:
         set_label(source, label)
         return label
-    known = source._blocks[0].label
-    if source.get_device() == index or (
-        known in PROVISIONAL and torch._C._current_graph_task_id() != -1
-    ):
+    known, is_in_backward = source._blocks[0].label, torch._C._current_graph_task_id() != -1
+    if source.get_device() == index or (known in PROVISIONAL and is_in_backward):
         return label
     if known not in PROVISIONAL:
         return known

@@ -152,10 +152,10 @@ class Machine:
                 return earlier.block
             label = earlier.block.label
         # Only the storage refers to the allocation, so both are deallocated together.
-        storage._allocation = self.ledgers[index].allocate(
+        allocation = storage._allocation = self.ledgers[index].allocate(
             storage.nbytes(), label, marks_peak=not self.thread.is_adding_gradients
         )
-        return storage._allocation.block  # type: ignore[no-any-return]
+        return allocation.block
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
         """Add ``num_bytes`` to the bytes copied from ``source`` to ``target``.
