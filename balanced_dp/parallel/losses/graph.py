@@ -52,11 +52,18 @@ operator the tensor is.
 _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
 """Operators that copy or reshape a tensor, and so do not change the numbers in it."""
 
-_GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
-"""Operators that compute each entry from other entries along a dimension. They keep the shape."""
+_MOVES = re.compile(
+    r"T(ranspose)?|Permute|Expand|\w*Select|\w*Slices?|Unbind|\w*Split\w*|Index(Put)?"
+)
+"""Operators that, like those of ``_KEEPS``, only move, repeat or select entries.
 
-_SELECTS = re.compile(r"CopySlices|Select|Slice|Unbind|\w*Split\w*|Index(Select|Put)?|MaskedSelect")
-"""Operators with which code loops over samples, or selects some of them."""
+With some of them, code loops over the samples.
+"""
+
+_RUNS_ALONG = re.compile(
+    r"(Log|Safe)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll|ScaledDotProduct\w*"
+)
+"""Operators that compute each entry from other entries along a dimension. They keep the shape."""
 
 _COMPUTES = re.compile(r"Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Sum|\w*Norm")
 """Operators that have an edge in the autograd graph for each tensor from which they compute.
@@ -389,7 +396,7 @@ def _shape_of(node: Any, number: int = 0) -> tuple[int, ...]:
 
 def _operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
-    name: str = node.name().rpartition("::")[2] if node else ""
+    name = type(node).__name__
     # A custom autograd.Function named Mul has a node named MulBackward. This name is not shortened,
     # because Mul would look like torch's operator.
     return name if isinstance(node, BackwardCFunction) else name.partition("Backward")[0]
@@ -403,7 +410,7 @@ def _dims_of(node: Any) -> Sequence[int]:
     return [dim - 2**64 * (dim >= 2**63) for dim in dims if dim is not None]
 
 
-def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: tuple[int, ...]) -> str:
+def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: tuple[int, int]) -> str:
     """Return a sentence on how samples of the same chunk affect each other, or "".
 
     A chunk is the part of the batch that a replica has. The sentence, such as ``"Softmax runs along
@@ -411,46 +418,61 @@ def how_samples_mix(outputs: Iterable[Sequence[Tensor]], sizes: tuple[int, ...])
     autograd graphs show no such operator, return "".
 
     Args:
-        outputs: for each output with an autograd graph, the tensors that the replicas (or some of
-            them) have computed.
-        sizes: the chunk sizes of these replicas, not all the same.
+        outputs: for each output with an autograd graph, the tensors that two replicas have
+            computed.
+        sizes: the chunk sizes of the two replicas, which must differ.
     """
-    num_pairs = {*zip(*((n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes), strict=True)}
     seen = set[Any]()
-    stack: list[tuple[Edges, bool]] = [
-        ([(one.grad_fn, one.output_nr) for one in own], True) for own in outputs
+    stack: list[tuple[Any, int, Any, int, bool]] = [
+        (one.grad_fn, one.output_nr, other.grad_fn, other.output_nr, True) for one, other in outputs
     ]
     with looking_at_nodes, contextlib.suppress(UnclearError):
-        for edges, is_loss in stack:
-            nodes = [node for node, _ in edges]
-            node = nodes[0]
+        for node, i, other, j, is_loss in stack:
             # Nodes that replicas share, such as those of parameters, do not belong to samples.
-            if node in seen or node is nodes[-1] or len(set(map(type, nodes))) > 1:
+            if node in seen or node is other or type(node) is not type(other):
                 continue
             seen.add(node)
-            shapes = tuple(starmap(_shape_of, edges))
-            # From a loss back to its reductions, shapes are the same on all replicas. Operators in
+            name = _operator_name(node)
+            shapes = () if _moves(name) else (_shape_of(node, i), _shape_of(other, j))
+            # From a loss back to its reductions, shapes are the same on both replicas. Operators in
             # this part are skipped, since the losses are joined.
-            is_alike = shapes.count(shapes[0]) == len(shapes)
+            is_alike = shapes[:1] == shapes[1:]
             is_loss = is_loss and is_alike
-            known = _inputs_with_graph(nodes)
-            stack += [(own, is_loss) for own in known]
-            name, axes = _operator_name(node), _axes(shapes, sizes)
-            if is_loss or isinstance(node, BackwardCFunction) or _SELECTS.fullmatch(name):
+            pairs = zip(node.next_functions, other.next_functions, strict=False)
+            stack += [(*own, *its_own, is_loss) for own, its_own in pairs]
+            if is_loss or not shapes or isinstance(node, BackwardCFunction):
                 continue
-            if len(axes) > 1 or not num_pairs.isdisjoint(zip(*shapes, strict=False)):
+            axes, are_pairs = _axes(shapes, sizes)
+            if are_pairs:
                 return f"{name} computes a number for each pair of samples"
-            if is_alike and any(_axes(tuple(starmap(_shape_of, own)), sizes) for own in known):
+            inputs = _inputs_with_graph((node, other)) if is_alike else ()
+            if any(_axes(tuple(starmap(_shape_of, own)), sizes)[0] for own in inputs):
                 return f"{name} reduces the samples of each chunk"
-            along = _dims_of(node) if _GOES_ALONG.fullmatch(name) else ()
-            along = (-2,) if name.startswith("ScaledDotProduct") else along
-            if axes and axes & {dim % len(shapes[0]) for dim in along}:
+            # Attention runs along the last dimension but one, which is no argument of it.
+            along = (_dims_of(node) or (-2,)) if axes and _RUNS_ALONG.fullmatch(name) else ()
+            if axes & {dim % len(shapes[0]) for dim in along}:
                 return f"{name} runs along the samples of each chunk"
     return ""
 
 
+@functools.lru_cache  # matching takes longer
+def _moves(name: str) -> bool:
+    """Return whether an operator only moves, copies, repeats or selects entries."""
+    return bool(_KEEPS.fullmatch(name) or _MOVES.fullmatch(name))
+
+
 @functools.lru_cache  # the layers of a model often repeat the same shapes
-def _axes(shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> set[int]:
-    """Return the dimensions whose lengths on the replicas are in proportion to the chunk sizes."""
-    lengths = enumerate(zip(*shapes, strict=False))
-    return {axis for axis, own in lengths if len({*own}) > 1 and _follow(own, sizes)}
+def _axes(shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> tuple[set[int], bool]:
+    """Return which dimensions have lengths in proportion to the chunk sizes.
+
+    The second item of the result says whether the tensors have an entry for each pair of samples:
+    whether two dimensions have such lengths, or the length of one is the number of pairs.
+
+    Args:
+        shapes: the shape of a tensor on each replica.
+        sizes: the chunk sizes of the replicas.
+    """
+    lengths = [*zip(*shapes, strict=False)]
+    axes = {i for i, own in enumerate(lengths) if len({*own}) > 1 and _follow(own, sizes)}
+    num_pairs = zip(*((n * n, n * (n - 1), n * (n - 1) // 2) for n in sizes), strict=True)
+    return axes, len(axes) > 1 or not {*num_pairs}.isdisjoint(lengths)

@@ -38,6 +38,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, TypeGuard
 
 import torch
@@ -355,10 +356,13 @@ class Call:
             rows = zip(*self.counted, strict=False)
             compares = any(all(map(Counted.compares_samples, own)) for own in rows)
             how = "cross entropy targets are row numbers, as in contrastive loss" * compares
-        else:  # search two replicas, which takes less time; then confirm a finding with all
-            ends = [sizes.index(min(sizes)), sizes.index(max(sizes))]
-            pairs = [[own[i] for i in ends] for own in found]
-            how = how_samples_mix(pairs, (min(sizes), max(sizes))) and how_samples_mix(found, sizes)
+        else:  # a finding counts if every two replicas of different sizes show one
+            hows = (
+                how_samples_mix(zip(own, others, strict=True), (m, n))
+                for (m, *own), (n, *others) in combinations(zip(sizes, *found, strict=True), 2)
+                if m != n
+            )
+            how = (first := next(hows)) and first * all(hows)
         if how:
             reason = f"{how}, so each device uses only its own chunk"
             self.warn(None, reason, "Compute this after the call, from gathered outputs")
