@@ -81,10 +81,9 @@ class BalancedCriterion(nn.Module):
     ) -> None:
         super().__init__()
         if not callable(criterion) or isinstance(criterion, type):
-            made = f"; pass {criterion.__name__}()" if isinstance(criterion, type) else ""
-            raise ArgumentTypeError(
-                f"criterion must be a module or a function, got {criterion!r}{made}"
-            )
+            fact = f"criterion must be a module or a function, got {criterion!r}"
+            remedy = f"; pass {criterion.__name__}()" if isinstance(criterion, type) else ""
+            raise ArgumentTypeError(fact + remedy)
         module = criterion if isinstance(criterion, nn.Module) else _Function(criterion)
         self.criterion = module
         check_options("auto", loss_weight)

@@ -219,9 +219,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         spread: bool = False,
     ) -> None:
         if not isinstance(module, nn.Module):
-            raise ArgumentTypeError(
-                f"module must be an nn.Module, got {type(module).__name__}; gpu0_bsz comes first"
-            )
+            fact = f"module must be an nn.Module, got {type(module).__name__}"
+            raise ArgumentTypeError(f"{fact}; gpu0_bsz comes first")
         # nn.DataParallel.__init__ is skipped: it refuses the CPU, and may advise users to leave
         # out the smaller GPU.
         nn.Module.__init__(self)

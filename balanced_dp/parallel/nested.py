@@ -73,10 +73,8 @@ def check_paths(
     takes_any = not names or any(p.kind is p.VAR_KEYWORD for p in names.values())
     for path in () if takes_any else paths:
         if path.split(".")[0] not in (*names, "inputs"):
-            raise ArgumentError(
-                f"{option} names {path!r}, but the parameters of "
-                f"{getattr(function, '__qualname__', function)} are {', '.join(names)}"
-            )
+            known = f"the parameters of {getattr(function, '__qualname__', function)}"
+            raise ArgumentError(f"{option} names {path!r}, but {known} are {', '.join(names)}")
     return paths
 
 

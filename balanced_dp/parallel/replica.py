@@ -18,7 +18,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -29,9 +29,11 @@ from .copies import Arrivals, ArrivingParameters
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+KINDS = (*MEMBERS, *HOOKS)
 """The attributes in which a module stores registered objects (``MEMBERS``) and hooks (``HOOKS``).
 
-Each of these attributes is a dictionary. A replica's modules have copies of these dictionaries.
+``KINDS`` are all of them. Each of these attributes is a dictionary. A replica's modules have copies
+of these dictionaries.
 """
 
 _CARRIERS = (types.MethodType, functools.partial)
@@ -76,6 +78,10 @@ class Blueprint:
             ``"forward"``. Dictionaries are numbered from 0: first the ``__dict__`` of each module,
             then the ``HOOKS`` dictionaries of each module.
         compiled: the indices of those modules that ``torch.compile`` has returned.
+        custom: the indices of those modules that override ``_replicate_for_data_parallel``.
+        templates: for each module, the ``__dict__`` of its replicas, except that it has the
+            module's own dictionaries of ``KINDS``. To copy these templates takes less time than to
+            copy the ``__dict__`` of each module, whose memory Python lays out in another way.
         can_recycle: whether a replica may be used in more than one call.
 
     Raises:
@@ -101,11 +107,12 @@ class Blueprint:
         self.compiled = [i for i, m in enumerate(self.modules) if "_orig_mod" in m._modules]
         # A replica is reused only if its reference counts show that nothing else uses it. In a
         # free-threaded build, the counts do not show this: see is_free_threaded_build.
-        can_count = not is_free_threaded_build()
-        self.can_recycle = can_count and not any(map(_replicates_itself, self.modules))
-        members = _registered((*MEMBERS, *HOOKS), own)
+        self.custom = [i for i, m in enumerate(self.modules) if _replicates_itself(m)]
+        self.can_recycle = not (self.custom or is_free_threaded_build())
+        members = _registered(KINDS, own)
         self._filled, self._empty = list(filter(None, members)), [d for d in members if not d]
         self._contents = self._take_contents()
+        self.templates = list(map(_template, self.modules))
         # Most models have no carriers. Looking at the types first takes a third of the time.
         types = [kind for kind in {*map(type, self._contents[-1])} if issubclass(kind, _CARRIERS)]
         items = ((i, d.items()) for i, d in enumerate([*own, *_registered(HOOKS, own)]) if types)
@@ -137,7 +144,6 @@ class Blueprint:
         dictionaries = [*[module.__dict__ for module in self.modules], *self._filled]
         return (
             list(map(type, self.modules)),
-            list(map(len, dictionaries)),
             list(chain.from_iterable(dictionaries)),
             list(chain.from_iterable(map(dict.values, dictionaries))),
         )
@@ -163,25 +169,46 @@ class Replica:
     def __init__(self, blueprint: Blueprint) -> None:
         self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
         self._blueprint = blueprint
-        self.modules: list[Any] = [*map(_shallow_copy, blueprint.modules)]
+        # object.__new__, because the __new__ of a class may need arguments.
+        self.modules: list[Any] = [object.__new__(type(m)) for m in blueprint.modules]
+        self._made_with = blueprint.templates[:]
+        for index in blueprint.custom:
+            self.modules[index] = blueprint.modules[index]._replicate_for_data_parallel()
+            self._made_with[index] = self._made_with[index] | self.modules[index].__dict__
         self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
+        self._own = {kind: [t[kind].copy() for t in blueprint.templates] for kind in KINDS}
+        """The objects in each ``__dict__`` that belong to this replica alone, by their keys."""
+        # nn.Module.register_parameter would refuse copies of parameters, as they are not leaves.
+        self._own["register_parameter"] = [d.__setitem__ for d in self._own["_parameters"]]
         for index, kind, name, position in blueprint.children:
-            self.attributes[index][kind][name] = self.modules[position]
+            self._own[kind][index][name] = self.modules[position]
         for index, kind, name, _ in blueprint.places:
-            self.attributes[index][kind][name] = None
-        self._slots = [(self.attributes[i][kind], *place) for i, kind, *place in blueprint.places]
+            self._own[kind][index][name] = None
+        self._slots = [(self._own[kind][i], *place) for i, kind, *place in blueprint.places]
         """Where each tensor is registered: dictionary, name, position in ``Blueprint.tensors``."""
+        self._dictionaries = [*self.attributes, *chain.from_iterable(self._own[k] for k in MEMBERS)]
+        """The dictionaries to reset after a call: each ``__dict__``, then those of ``MEMBERS``.
+
+        ``_made_with`` has the entries to which they are reset, except for the objects in ``_own``.
+        """
+        self._made_with += map(dict, self._dictionaries[len(self.modules) :])
+        self._reset()
         self._hooks = _registered(HOOKS, self.attributes)
         self._bind()
         for index in blueprint.compiled:
             self.modules[index]._initialize()  # binds its forward to the copy
-        self._resettable = [*self.attributes, *_registered(MEMBERS, self.attributes)]
-        self._filled = list(filter(None, self._resettable))
-        self._made_with = list(map(dict, self._filled))
-        """Copies of the dictionaries in ``_filled``, as they are between calls: without tensors."""
+        if blueprint.compiled or blueprint.bound:
+            self._made_with[: len(self.modules)] = map(dict, self.attributes)
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._arriving: list[dict[str, Any]] = []
         self._fingerprint = self._take_fingerprint()
+
+    def _reset(self) -> None:
+        """Give the dictionaries of the modules the entries that they have between calls."""
+        deque(map(dict.clear, filter(None, self._dictionaries)), maxlen=0)  # a loop in C
+        deque(map(dict.update, self._dictionaries, self._made_with), maxlen=0)
+        for key, values in self._own.items():
+            deque(map(operator.setitem, self.attributes, repeat(key), values), maxlen=0)
 
     def _bind(self) -> None:
         """Let the methods and hooks stored in the replica refer to its copies of the modules.
@@ -249,8 +276,7 @@ class Replica:
         """
         if not self._blueprint.can_recycle or self._fingerprint != self._take_fingerprint():
             return False
-        deque(map(dict.clear, filter(None, self._resettable)), maxlen=0)  # a loop in C
-        deque(map(dict.update, self._filled, self._made_with), maxlen=0)
+        self._reset()
         return True
 
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
@@ -259,39 +285,27 @@ class Replica:
         The state consists of these parts:
 
         - the number of references, and of weak references, to each module,
-        - the number of references to the ``__dict__`` of each module, and to each of its
-          dictionaries of ``MEMBERS`` that was not empty when the replica was made,
+        - the number of references to the ``__dict__`` and the ``MEMBERS`` of each module,
         - the number of references to each method or hook that ``_bind`` has stored,
         - the class and the hooks of each module.
         """
         # sys.getrefcount counts local variables, so no local variable may hold a module.
         bound, hooks = [strong for _, _, strong, _ in self._bound], filter(None, self._hooks)
         return (
-            list(map(sys.getrefcount, chain(self.modules, self._filled, bound))),
+            list(map(sys.getrefcount, chain(self.modules, self._dictionaries, bound))),
             list(map(weakref.getweakrefcount, self.modules)),
             list(map(type, self.modules)),
             list(map(id, chain.from_iterable(map(dict.values, hooks)))),
         )
 
 
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    copy: nn.Module
-    if _replicates_itself(module):
-        copy = module._replicate_for_data_parallel()
-    else:
-        copy = object.__new__(type(module))  # its own __new__ may need arguments
-        copy.__dict__.update(module.__dict__)
-        copy.__dict__["_is_replica"] = True
-    own = copy.__dict__
-    for kind in HOOKS:
-        own[kind] = own[kind].copy()
-    for kind in MEMBERS:
-        own[kind] = dict(module.__dict__[kind])  # a plain dict, not an ArrivingParameters
+def _template(module: nn.Module) -> dict[str, Any]:
+    """Return the entry of ``Blueprint.templates`` for a module."""
+    template = {**module.__dict__, "_is_replica": True, "register_parameter": None}
+    template["_parameters"] = dict(template["_parameters"])  # may be an ArrivingParameters
     if type(module).zero_grad is nn.Module.zero_grad:
-        own["zero_grad"] = _OF_REPLICAS.zero_grad
-    # nn.Module.register_parameter would refuse copies of parameters, as they are not leaves.
-    own["register_parameter"] = own["_parameters"].__setitem__
-    return copy
+        template["zero_grad"] = _OF_REPLICAS.zero_grad
+    return template
 
 
 _OF_REPLICAS = nn.Module()._replicate_for_data_parallel()

@@ -29,7 +29,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from numbers import Real
@@ -49,16 +49,12 @@ The node belongs to the operator that computed the tensor. The index tells which
 operator the tensor is.
 """
 
-_KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
+_KEEPS = {"Clone", "ToCopy", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"}
 """Operators that copy or reshape a tensor, and so do not change the numbers in it."""
 
-_MOVES = re.compile(
-    r"T(ranspose)?|Permute|Expand|\w*Select|\w*Slices?|Unbind|\w*Split\w*|Index(Put)?"
-)
-"""Operators that, like those of ``_KEEPS``, only move, repeat or select entries.
-
-With some of them, code loops over the samples.
-"""
+_MOVES = _KEEPS | {"T", "Transpose", "Expand", "CopySlices", "Select", "Slice", "Unbind", "Split"}
+_MOVES |= {"SplitWithSizes", "UnsafeSplit", "Index", "IndexPut", "IndexSelect", "MaskedSelect"}
+"""Operators that only move, copy, repeat or select entries, for example to loop over samples."""
 
 _RUNS_ALONG = re.compile(
     r"(Log|Safe)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll|ScaledDotProduct\w*"
@@ -172,7 +168,7 @@ def masked_mean_of(loss: Tensor) -> list[Any]:
     node, nodes = loss.grad_fn, list[Any]()
     with looking_at_nodes, contextlib.suppress(UnclearError):
         for name in ("Div", "Sum", "Mul"):
-            while node and _KEEPS.fullmatch(_operator_name(node)):
+            while node and _operator_name(node) in _KEEPS:
                 node = node.next_functions[0][0]
             if not node or _operator_name(node) != name:
                 return []
@@ -241,7 +237,7 @@ def _kind_of_sum(entries: Any) -> str:
         name = _operator_name(node)
         if name in ("Mul", "Div"):
             return "sum of products" if name == "Mul" else "sum of quotients"
-        if name in ("Add", "Sub", "Rsub", "Neg", "Sum") or _KEEPS.fullmatch(name):
+        if name in ("Add", "Sub", "Rsub", "Neg", "Sum") or name in _KEEPS:
             found += [own for own, _ in node.next_functions if own and own not in found]
     return "sum"
 
@@ -284,7 +280,7 @@ def _multipliers(node: Any) -> Sequence[float]:
     signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1), "Neg": (-1,)}
     if name in ("Mul", "Div") and _is_number(other := _saved(node, "other")):
         return [float(other) if name == "Mul" else 1 / (float(other) or math.nan)]
-    if name not in signs and not _KEEPS.fullmatch(name):
+    if name not in signs and name not in _KEEPS:
         raise UnclearError(f"it uses {name}, not only means over samples")
     return signs.get(name, (1,))
 
@@ -410,7 +406,7 @@ def _dims_of(node: Any) -> Sequence[int]:
     return [dim - 2**64 * (dim >= 2**63) for dim in dims if dim is not None]
 
 
-def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: tuple[int, int]) -> str:
+def how_samples_mix(own: Sequence[Tensor], others: Sequence[Tensor], sizes: tuple[int, int]) -> str:
     """Return a sentence on how samples of the same chunk affect each other, or "".
 
     A chunk is the part of the batch that a replica has. The sentence, such as ``"Softmax runs along
@@ -418,13 +414,14 @@ def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: tuple[int, 
     autograd graphs show no such operator, return "".
 
     Args:
-        outputs: for each output with an autograd graph, the tensors that two replicas have
-            computed.
+        own: the outputs of a replica that have an autograd graph.
+        others: the same outputs of another replica, in the same order.
         sizes: the chunk sizes of the two replicas, which must differ.
     """
     seen = set[Any]()
     stack: list[tuple[Any, int, Any, int, bool]] = [
-        (one.grad_fn, one.output_nr, other.grad_fn, other.output_nr, True) for one, other in outputs
+        (one.grad_fn, one.output_nr, other.grad_fn, other.output_nr, True)
+        for one, other in zip(own, others, strict=True)
     ]
     with looking_at_nodes, contextlib.suppress(UnclearError):
         for node, i, other, j, is_loss in stack:
@@ -433,32 +430,27 @@ def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: tuple[int, 
                 continue
             seen.add(node)
             name = _operator_name(node)
-            shapes = () if _moves(name) else (_shape_of(node, i), _shape_of(other, j))
+            # Reading shapes takes most of the time, so those that tell nothing new are not read.
+            shapes = () if name in _MOVES else (_shape_of(node, i), _shape_of(other, j))
             # From a loss back to its reductions, shapes are the same on both replicas. Operators in
             # this part are skipped, since the losses are joined.
             is_alike = shapes[:1] == shapes[1:]
             is_loss = is_loss and is_alike
             pairs = zip(node.next_functions, other.next_functions, strict=False)
-            stack += [(*own, *its_own, is_loss) for own, its_own in pairs]
+            stack += [(*one, *its_own, is_loss) for one, its_own in pairs]
             if is_loss or not shapes or isinstance(node, BackwardCFunction):
                 continue
             axes, are_pairs = _axes(shapes, sizes)
             if are_pairs:
                 return f"{name} computes a number for each pair of samples"
             inputs = _inputs_with_graph((node, other)) if is_alike else ()
-            if any(_axes(tuple(starmap(_shape_of, own)), sizes)[0] for own in inputs):
+            if any(_axes(tuple(starmap(_shape_of, edges)), sizes)[0] for edges in inputs):
                 return f"{name} reduces the samples of each chunk"
             # Attention runs along the last dimension but one, which is no argument of it.
             along = (_dims_of(node) or (-2,)) if axes and _RUNS_ALONG.fullmatch(name) else ()
             if axes & {dim % len(shapes[0]) for dim in along}:
                 return f"{name} runs along the samples of each chunk"
     return ""
-
-
-@functools.lru_cache  # matching takes longer
-def _moves(name: str) -> bool:
-    """Return whether an operator only moves, copies, repeats or selects entries."""
-    return bool(_KEEPS.fullmatch(name) or _MOVES.fullmatch(name))
 
 
 @functools.lru_cache  # the layers of a model often repeat the same shapes

@@ -356,12 +356,11 @@ class Call:
             rows = zip(*self.counted, strict=False)
             compares = any(all(map(Counted.compares_samples, own)) for own in rows)
             how = "cross entropy targets are row numbers, as in contrastive loss" * compares
-        else:  # a finding counts if every two replicas of different sizes show one
-            hows = (
-                how_samples_mix(zip(own, others, strict=True), (m, n))
-                for (m, *own), (n, *others) in combinations(zip(sizes, *found, strict=True), 2)
-                if m != n
-            )
+        else:
+            # Every two replicas of different sizes are compared. To rule out chance, an operator
+            # must be found in all of these comparisons.
+            pairs = combinations(zip(sizes, *found, strict=True), 2)
+            hows = (how_samples_mix(a, b, (m, n)) for (m, *a), (n, *b) in pairs if m != n)
             how = (first := next(hows)) and first * all(hows)
         if how:
             reason = f"{how}, so each device uses only its own chunk"

@@ -95,11 +95,10 @@ def weight_of_chunk(
     named = dict(named_arguments(function, arguments))
     names = [n for n, p in parameters(loss_weight).items() if n in named or p.default is p.empty]
     if not named.keys() >= {*names}:
-        raise ArgumentError(
-            f"loss_weight ({described(loss_weight)}) takes {', '.join(names)}, but the arguments "
-            f"of the call are {', '.join(named) or 'none'}; each parameter of loss_weight "
-            "must have the name of one of these arguments, or a default"
-        )
+        fact = f"loss_weight ({described(loss_weight)}) takes {', '.join(names)}, but the arguments"
+        fact += f" of the call are {', '.join(named) or 'none'}"
+        remedy = "each parameter must have the name of one of these arguments, or a default"
+        raise ArgumentError(f"{fact}; {remedy}")
     weight = loss_weight(**{name: named[name] for name in names})
     if isinstance(weight, Mapping):
         return {name: _checked(value) for name, value in weight.items()}
@@ -114,8 +113,6 @@ def _checked(weight: Any) -> float | Tensor:
     if isinstance(weight, Tensor) and weight.numel() == 1:
         return weight.detach().reshape(())
     if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
-        raise ArgumentError(
-            f"loss_weight must return a number of at least 0, a tensor of one element, or a "
-            f"dictionary that maps names of outputs to such weights, got {weight!r}"
-        )
+        kinds = "a number of at least 0, a tensor of one element, or a dict of them by output names"
+        raise ArgumentError(f"loss_weight must return {kinds}, got {weight!r}")
     return float(weight)
