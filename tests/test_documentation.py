@@ -141,7 +141,7 @@ def test_commands_that_are_shown_exist():
 
 @pytest.mark.parametrize(
     "path",
-    [*PAGES, *ROOT.glob("*/README.md"), *ROOT.glob("C*.md"), *ROOT.glob("docs/*/*.md")],
+    [*PAGES, *ROOT.glob("[!.]*/README.md"), *ROOT.glob("C*.md"), *ROOT.glob("docs/*/*.md")],
     ids=str,
 )
 def test_files_that_are_linked_exist(path):

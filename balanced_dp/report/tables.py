@@ -116,11 +116,10 @@ def option_table(report: Report) -> TextTable:
             row["loss on"] = "device 0" if option.gather else "each"
             row["weights on"] = "all" if option.spread else "device 0"
         rows.append(row)
-    others = [o for o in report.ranked_options if report.largest_batch(o).gpu0_bsz != o.gpu0_bsz]
-    caption = (
-        "Speed is an estimate: the most samples on any device with the even split, divided by "
-    )
-    caption += "the most with the option. A smaller gpu0_bsz costs speed."
+    batches = report.ranked_options if "largest batch" in rows[0] else ()
+    others = [o for o in batches if report.largest_batch(o).gpu0_bsz != o.gpu0_bsz]
+    caption = "Speed is an estimate: the most samples on any device with the even split, divided"
+    caption += " by the most with the option. A smaller gpu0_bsz costs speed."
     caption += " A largest batch may need another gpu0_bsz: see --for batch." * bool(others)
     title = f"Options{' that fit' * report.has_capacity}, {_FIRST[report.goal]}"
     return TextTable(title, [*rows[0]], [[*row.values()] for row in rows], 0, caption)

@@ -90,6 +90,7 @@ def test_the_answer_for_a_script(script):
         "Measured values of gpu0_bsz for batches of 256, outputs gathered",
     ):
         assert part in done.stderr
+    assert "--for batch" not in done.stderr  # which run does not have
 
 
 def test_the_report_is_written(script):
