@@ -320,9 +320,14 @@ class LoopSearch:
         return split_batch(batch_size, len(self.search.budgets), value)
 
     def tell(
-        self, split: Split, peaks: Sequence[float], accumulates: bool = False, record: Any = None
+        self,
+        split: Split,
+        peaks: Sequence[float],
+        accumulates: bool = False,
+        is_settled: bool = True,
+        record: Any = None,
     ) -> None:
-        """Record the peaks of an iteration, unless a larger iteration was recorded before.
+        """Record the peaks of an iteration, unless a larger iteration has come before.
 
         The larger of two iterations is the one whose largest batch has more samples. If both have
         equally many, an iteration with ``accumulates=True`` is larger than one without.
@@ -331,13 +336,18 @@ class LoopSearch:
             split: the chunk size of each device for the iteration's largest batch.
             peaks: the peak bytes of each device during the iteration.
             accumulates: whether the largest batch has added to existing gradients.
+            is_settled: whether the peaks may be compared with others. If not, they are not
+                recorded. But unless no peaks were recorded yet, the iteration counts as one that
+                has come before, so that smaller ones are ignored from now on.
             record: the caller's record of the iteration, which is kept in ``highest``.
         """
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self.accumulates)
         if iteration < largest:
             return
-        if iteration > largest:
+        if iteration > largest and (is_settled or self.search.batch_size):
             self._begin(*iteration)
+        if not is_settled:
+            return
         found = [*self._iterations.get(split, ()), (peaks, record)]
         # Without comparisons, only the iteration with the highest peak is needed.
         keep = found[-_NUM_COMPARED:] if self.search.for_speed else [max(found, key=_peak)]
@@ -391,7 +401,7 @@ class LoopSearch:
         ran out.
         """
         before, self.accumulates = self.search, accumulates
-        self._iterations, self.highest = {}, {}
+        self._iterations, self.highest, self.is_over = {}, {}, False
         same = ((s, full) for s, full in before.told.items() if sum(s) == batch_size)
         out = {split: full for split, full in same if max(full) == math.inf}
         self.search = replace(before, batch_size=batch_size, told=out)

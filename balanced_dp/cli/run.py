@@ -184,7 +184,7 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.batch_size:
         ran = f"{loop.num_iterations}{', without optimizer state' * (loop.num_iterations == 1)}"
-        return f"To compare splits, run two steps with batches of equal size; the script ran {ran}."
+        return f"To compare splits, run more steps with the largest batch; the script ran {ran}."
     if sum(map(bool, loop.highest.peak_bytes)) < 2 and calls:
         return f"No input was split, or device_ids has one device; leave it out: {_place(calls[0])}"
     if sum(map(bool, loop.highest.peak_bytes)) < 2:

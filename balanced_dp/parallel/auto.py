@@ -224,8 +224,9 @@ class AutoSplit:
         is_ours = any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
         if self._peaks is not None and is_ours:
             peaks, self._peaks = self._peaks.allocated, None
-            if self._note_rule() and not self.search.is_over:
-                self.search.tell(self.search.split(self._batch[0]), peaks, self._batch[1])
+            found = self.search.split(self._batch[0]), peaks, self._batch[1], self._note_rule()
+            if not self.search.is_over:
+                self.search.tell(*found)
             self.num_iterations += 1
 
     def _note_rule(self) -> bool:

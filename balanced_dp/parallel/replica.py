@@ -301,8 +301,8 @@ class Replica:
 
 def _template(module: nn.Module) -> dict[str, Any]:
     """Return the entry of ``Blueprint.templates`` for a module."""
-    template = {**module.__dict__, "_is_replica": True, "register_parameter": None}
-    template["_parameters"] = dict(template["_parameters"])  # may be an ArrivingParameters
+    # The _parameters are copied, since they may be an ArrivingParameters.
+    template = {**module.__dict__, "_parameters": dict(module._parameters), "_is_replica": True}
     if type(module).zero_grad is nn.Module.zero_grad:
         template["zero_grad"] = _OF_REPLICAS.zero_grad
     return template

@@ -130,6 +130,7 @@ def lines(report: Report) -> str:
     texts = [f"# {place}" for place in report.wrapped_at]
     names = "BalancedCriterion, BalancedDataParallel"
     texts += [f"from balanced_dp import {names}"] * (not report.is_script)
+    is_new = bool(report.wrapped_at) and "BalancedDataParallel(" not in "".join(report.wrapped_at)
     for number, option in enumerate(report.ranked_options, 1):
         texts.append(f"# option {number}")
         if report.is_trainer and not option.is_even:
@@ -137,13 +138,10 @@ def lines(report: Report) -> str:
             arguments = f"gpu0_bsz={option.gpu0_bsz}{option.arguments}"
             texts.append(f"trainer = BalancedTrainer({arguments}, ...)")
             continue
-        if report.wrapped_at and option.features:
-            texts.append("from balanced_dp import BalancedDataParallel")
+        texts += ["from balanced_dp import BalancedDataParallel"] * bool(is_new and option.features)
         texts += report.assignments(option)
         if not option.gather and not report.is_script:  # a script with gather=False has this line
-            texts.append(
-                "criterion = BalancedCriterion(criterion)  # for metrics: outputs.gather()"
-            )
+            texts.append("criterion = BalancedCriterion(criterion)  # metrics: outputs.gather()")
     return "\n".join(texts)
 
 
@@ -155,13 +153,14 @@ def summary(report: Report) -> Iterator[str]:
         yield f"Batches above {largest} were not measured; they may fit, too."
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
-    if not report.is_script and not all(option.gather for option in report.ranked_options):
-        yield "Put all steps from outputs to loss, also reshapes, in the criterion."
     if report.is_trainer:
         yield "For your own MyTrainer, define class Balanced(BalancedTrainer, MyTrainer)."
     if report.is_script and report.not_tried:
         others = " and ".join(report.not_tried)
         yield f"Not measured: {others}. To try, change the script and run it again."
+    names = report.not_tried if report.is_script else [o.arguments for o in report.ranked_options]
+    if "gather=False" in " ".join(names):
+        yield "Put all steps from outputs to loss, also reshapes, in the criterion."
 
 
 # Tables of what was measured.
@@ -188,8 +187,10 @@ def device_table(report: Report) -> TextTable:
     """
     best, even = report.best, report.even_like(report.best)
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
-    devices = "accelerators" if report.mode == "real" else "emulated devices"
-    caption = f"Measured on {devices}{', shapes only' * (report.mode == 'symbolic')}; {precision}."
+    where = "accelerators" if report.mode == "real" else "emulated devices"
+    where += ", shapes only" * (report.mode == "symbolic") + ", training only" * report.is_script
+    caption = f"Measured on {where}; {precision}."
+    caption += " Activation without samples is that of the loss." * (0 in best.chunk_sizes)
     if report.reserve_bytes:
         caption += f" {format_bytes(report.reserve_bytes)} of each is kept free for CUDA's context."
         # Without this setting, fragmentation in torch's allocator can take as much as the reserve.

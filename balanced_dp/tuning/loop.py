@@ -234,12 +234,13 @@ class Loop(AutoSplit):
             is_settled, self._stepped = False, self._stepped | self._needed
             self._begin_search()
         self.num_iterations += 1
-        if is_settled and self.model is not None:
+        if self.model is not None:
             peaks, accumulates = measured.peak_bytes, self._batch[1]
-            self.search.tell(measured.chunk_sizes, peaks, accumulates, measured)
+            self.search.tell(measured.chunk_sizes, peaks, accumulates, is_settled, measured)
             kind, peak = (measured.chunk_sizes, accumulates), max(peaks)
             low, high = self._ranges.get(kind, (peak, peak))
-            self._ranges[kind] = min(low, peak), max(high, peak)
+            if is_settled:
+                self._ranges[kind] = min(low, peak), max(high, peak)
         if self.highest is not None and self.num_iterations > 2:
             measured = max(self.highest, measured, key=lambda option: max(option.peak_bytes))
         self.highest = measured
@@ -274,7 +275,8 @@ class Loop(AutoSplit):
             yield f"Steps with equal splits peaked {between}: options may need more than measured."
         if isinstance(self.wanted, int) and {option.gpu0_bsz for option in self.options} == {None}:
             if self.wanted >= search.even:
-                yield f"gpu0_bsz={self.wanted} has no effect: it must be below the even share."
+                even = f"below {search.even}, the even share"
+                yield f"gpu0_bsz={self.wanted} has no effect: it must be {even}."
             else:
                 yield f"gpu0_bsz={self.wanted} was not measured with the largest batch."
         if self.wanted == "auto" and search.smallest > 1 and search.best in (0, 2):

@@ -125,6 +125,12 @@ def test_the_model_has_the_value_of_its_largest_batch(devices):
         assert model.gpu0_bsz == model.split(32)[0]
 
 
+def test_batches_of_two_sizes_in_turn(devices):
+    """The smaller batches changed the split, so that no step of the larger ones ever counted."""
+    loop = recorded(devices, [(128,), (77,)] * 4)
+    assert {option.batch_size for option in loop.options} == {128}
+
+
 def test_evaluation_is_not_counted(devices):
     with split_loop(devices, gpu0_bsz=None) as (loop, model):
         evaluate = torch.no_grad()(lambda: model(torch.ones(4096, 64)))
