@@ -96,7 +96,7 @@ def draw_uses(axes: Axes, report: Report) -> None:
     If there is no such option, only the best option is drawn.
     """
     best, even = report.best, report.even
-    ran = {even.line: even} if even is not None and not even.out_of_memory else {}
+    ran = {"even split": even} if even is not None and not even.out_of_memory else {}
     ran |= {f"option {number}": o for number, o in enumerate(report.ranked_options, 1)}
     others = [n for n, o in ran.items() if o is not best and o.batch_size == best.batch_size][:1]
     sides = f"left: option 1, right: {others[0]}" if others else "option 1"

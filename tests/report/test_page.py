@@ -55,7 +55,7 @@ def test_plots_are_of_the_best_option(report, unlike):
     assert not best.gather
     peaks, uses = report_plots(report).values()
     assert f">the best: {best.chunk_sizes[0]}<" in peaks
-    assert "device (left: option 1, right: nn.DataParallel(model))" in uses
+    assert "device (left: option 1, right: even split)" in uses
     draw_uses(axes := Figure().subplots(), report)
     for first, option in (0, best), (report.num_devices, even):
         heights = [uses.patches[first].get_height() for uses in axes.containers]
