@@ -369,8 +369,9 @@ def _without_hardware(machine: Machine) -> Patches:
         # If the profiler used the device "cuda", each operator would print that it failed to record
         # an event.
         torch.profiler.profiler._KinetoProfile: {"use_device": never},
-        # Scripts parse this version, which is None in a build without CUDA. A build with CUDA keeps
-        # its version, because torchvision compares the version with that of its own build.
+        # Scripts parse torch's CUDA version, which is None in a build without CUDA. A build with
+        # CUDA keeps the real version: torchvision compares it with the CUDA version that
+        # torchvision was built with.
         torch.version: {"cuda": torch.version.cuda or "12.6"},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
         # nn.MultiheadAttention and nn.TransformerEncoder must not use their fast path: its kernels

@@ -111,7 +111,8 @@ class Gather:
     def _are_entries(self, lists: Sequence[Any], path: str) -> bool:
         """Return whether each list has one entry for each sample of its replica's chunk.
 
-        If not, ``join`` joins the lists item by item.
+        If so, ``join`` puts the entries of all lists into one list. If not, it joins the first
+        items of all lists, then their second items, and so on.
         """
         sizes = self.call.chunk_sizes
         are_lists = all(isinstance(o, list | tuple) and not hasattr(o, "_fields") for o in lists)
