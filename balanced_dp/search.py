@@ -247,11 +247,11 @@ class Search:
             return (over[x] + 1) / max(x, 1) if slope is None else slope
 
         def zero(*points: int) -> float:
-            """Return the number at which the line through one or two measurements is 0.
+            """Return the number at which a line reaches 0.
 
-            The line shows the excess (a measured quantity minus its limit) of each number. If there
-            is only one measurement, the line has the assumed slope. If the line does not rise, the
-            result is twice the largest number known to be within the limit, at least 2.
+            The line shows the excess (a measured quantity minus its limit) of each number. It goes
+            through two measurements, or through one, with the assumed slope. If the line does not
+            rise, the result is twice the largest number known to be within the limit, at least 2.
             """
             x, by = points[0], rise(*points)
             return x - over[x] / by + _ROUNDING if by > 0 else 2.0 * max(low, 1)

@@ -53,7 +53,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the size in bytes and the name of a binary unit that suits ``largest`` bytes.
+    """Choose a binary unit for a number of bytes; return the unit's size in bytes and its name.
 
     The unit is the largest one that is not larger than ``largest`` bytes. For example,
     ``byte_scale(3000)`` is ``(1024, "KiB")``. If ``largest`` is below 1024, the unit is the byte.

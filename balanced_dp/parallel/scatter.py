@@ -76,8 +76,8 @@ class Inputs:
     def batch_size(self) -> int | None:
         """Return the number of samples of the whole batch, or None if nothing is split.
 
-        0-dim tensors, and tensors named in ``broadcast``, are ignored. Inputs of these kinds are
-        looked for, in this order. The first one found gives the number:
+        0-dim tensors, and tensors named in ``broadcast``, are ignored. The number is taken from the
+        first of the following that is among the inputs:
 
         1. a tensor that is not named in ``split``: its size along ``dim``,
         2. a tensor named in ``split``: its size along ``dim``,

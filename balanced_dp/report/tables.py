@@ -193,7 +193,8 @@ def device_table(report: Report) -> TextTable:
     caption += " Activation without samples is that of the loss." * (0 in best.chunk_sizes)
     if report.reserve_bytes:
         caption += f" {format_bytes(report.reserve_bytes)} of each is kept free for CUDA's context."
-        # Without this setting, fragmentation in torch's allocator can take as much as the reserve.
+        # Without expandable segments, fragmentation in torch's allocator can take as much memory as
+        # the reserve.
         caption += " Against fragmentation, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     return use_table(best, report.budgets if report.has_capacity else None, even, caption)
 

@@ -357,8 +357,8 @@ class Call:
             compares = any(all(map(Counted.compares_samples, own)) for own in rows)
             how = "cross entropy targets are row numbers, as in contrastive loss" * compares
         else:
-            # Every two replicas of different sizes are compared. To rule out chance, an operator
-            # must be found in all of these comparisons.
+            # Every two replicas of different sizes are compared. To rule out shapes that follow the
+            # sizes by chance, each of these comparisons must find an operator.
             pairs = combinations(zip(sizes, *found, strict=True), 2)
             hows = (how_samples_mix(a, b, (m, n)) for (m, *a), (n, *b) in pairs if m != n)
             how = (first := next(hows)) and first * all(hows)
