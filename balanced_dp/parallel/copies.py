@@ -338,9 +338,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor can be flattened into a bucket and rebuilt from it."""
-    is_wrapper = hasattr(tensor, "__tensor_flatten__")
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
-    return is_dense and not is_wrapper
+    return is_dense and not hasattr(tensor, "__tensor_flatten__")  # no wrapper of other tensors
 
 
 # Torch does not annotate Function.apply, so each call of it below is ignored by mypy.

@@ -250,7 +250,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "samples in a stack": lambda n, x, o, real: torch.stack(
         [F.mse_loss(*pair) for pair in zip(o, real, strict=True)]
     ).mean(),
-    "learned, sum by length": lambda n, x, o: n.scale.exp() * rows(o).sum() / len(x) + n.scale,
+    "learned, sum by length": lambda n, x, o: n.ones[1].exp() * rows(o).sum() / len(x) + n.ones[2],
     "moved": lambda n, x, o, real: F.mse_loss(o, real).cpu().to(o.device) * 2,
     "gradient penalty": lambda n, x, o: (
         gradient(n, x).square().sum(1).sqrt().sub(1).square().mean()

@@ -61,10 +61,11 @@ _RUNS_ALONG = re.compile(
 )
 """Operators that compute each entry from other entries along a dimension. They keep the shape."""
 
-_COMPUTES = re.compile(r"Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Sum|\w*Norm")
+_COMPUTES = re.compile(r"Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Sum|\w*Norm|Select")
 """Operators that have an edge in the autograd graph for each tensor from which they compute.
 
-Indexing, for example, is missing: its indices have no edge, and may come from the samples.
+``Select`` is ``tensor[i]`` with a number i. ``Index``, which is ``tensor[ids]``, is missing, since
+``ids`` has no edge and may come from the samples.
 """
 
 _PARAMETERS = {"AccumulateGrad", "ReceiveBackward", "BroadcastBackward"}
@@ -88,8 +89,8 @@ class Composition:
             divided by the number of samples is not in this list: it counts as a mean over samples.
         kinds: the kinds of the terms that are not in ``parts``: ``"mean"`` for means over samples,
             ``"sum"`` for sums over samples. Terms of an unknown kind count as means.
-        unclear: "" if the terms show how to join the loss. Otherwise, the reason why they do not,
-            for example that the loss adds means to sums over samples.
+        unclear: the reason why the loss cannot be joined from its terms, such as ``"it adds means
+            to sums over samples"``; "" if it can.
     """
 
     parts: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
@@ -317,7 +318,8 @@ def _is_of_parameters(nodes: Sequence[Any]) -> bool:
     """
     found, seen = [tuple(nodes)], set[Any]()
     for own in found:
-        steps = {(_operator_name(n), getattr(n, "variable", _saved(n, "exponent"))) for n in own}
+        numbers = [(_saved(node, "exponent"), _saved(node, "index")) for node in own]
+        steps = {(_operator_name(n), getattr(n, "variable", numbers[i])) for i, n in enumerate(own)}
         names = {name for name, _ in steps}
         if names <= _PARAMETERS and len(steps) == len(names):
             continue
