@@ -337,8 +337,8 @@ class LoopSearch:
             peaks: the peak bytes of each device during the iteration.
             accumulates: whether the largest batch has added to existing gradients.
             is_settled: whether the peaks may be compared with others. If not, they are not
-                recorded. But unless no peaks were recorded yet, the iteration counts as one that
-                has come before, so that smaller ones are ignored from now on.
+                recorded. But if peaks of earlier iterations were recorded, this iteration counts as
+                one that has come before: smaller ones are ignored from now on.
             record: the caller's record of the iteration, which is kept in ``highest``.
         """
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self.accumulates)

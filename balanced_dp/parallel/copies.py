@@ -97,8 +97,8 @@ class Arrivals:
             event of a copy marks that its data has arrived: wait for it before the copy is used.
             The event of an original marks that all its copies have been made: wait for it before
             the original is written to.
-        are_traced: whether ``torch.compile`` has ever traced a module whose parameters were
-            possibly still being copied. Compiled code reads parameters without waiting. So once
+        are_traced: whether ``torch.compile`` has ever traced a module while its parameters may
+            still have been incomplete. Compiled code reads parameters without waiting. So once
             ``are_traced`` is True, each call of a model waits for the copies of all parameters
             before it runs the replicas.
     """

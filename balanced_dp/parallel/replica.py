@@ -80,8 +80,8 @@ class Blueprint:
         compiled: the indices of those modules that ``torch.compile`` has returned.
         custom: the indices of those modules that override ``_replicate_for_data_parallel``.
         templates: for each module, the ``__dict__`` of its replicas, except that it has the
-            module's own dictionaries of ``KINDS``. To copy these templates takes less time than to
-            copy the ``__dict__`` of each module, whose memory Python lays out in another way.
+            module's own dictionaries of ``KINDS``. Python copies these templates faster than the
+            ``__dict__`` of an object.
         can_recycle: whether a replica may be used in more than one call.
 
     Raises:

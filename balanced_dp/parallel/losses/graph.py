@@ -459,8 +459,8 @@ def how_samples_mix(own: Sequence[Tensor], others: Sequence[Tensor], sizes: tupl
 def _axes(shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> tuple[set[int], bool]:
     """Return which dimensions have lengths in proportion to the chunk sizes.
 
-    The second item of the result says whether the tensors have an entry for each pair of samples:
-    whether two dimensions have such lengths, or the length of one is the number of pairs.
+    The second item of the result says whether the tensors have an entry for each pair of samples.
+    This is assumed if two dimensions have such lengths, or if one length is the number of pairs.
 
     Args:
         shapes: the shape of a tensor on each replica.
