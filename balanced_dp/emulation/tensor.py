@@ -79,7 +79,8 @@ class EmulatedTensor(torch.Tensor):
     """
 
     # __torch_dispatch__ intercepts operators after autograd. So __torch_function__, which would
-    # intercept them before autograd, is disabled. Torch's stubs give both methods wider types.
+    # intercept them before autograd, is disabled. Mypy is told to ignore that both methods have
+    # other types than those in torch's stubs.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _is_param = False

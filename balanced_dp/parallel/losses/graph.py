@@ -62,7 +62,7 @@ _RUNS_ALONG = re.compile(
 """Operators that compute each entry from other entries along a dimension. They keep the shape."""
 
 _COMPUTES = re.compile(r"Add|Sub|Neg|Mul|Pow|Exp|Log|Abs|Sum|\w*Norm|Select")
-"""Operators that have an edge in the autograd graph for each tensor from which they compute.
+"""Operators that have an edge in the autograd graph for each tensor that their result depends on.
 
 ``Select`` is ``tensor[i]`` with a number i. ``Index``, which is ``tensor[ids]``, is missing, since
 ``ids`` has no edge and may come from the samples.
