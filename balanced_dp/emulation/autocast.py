@@ -43,8 +43,8 @@ _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_pu
 _STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 """The names of torch's functions that read and set the state of autocast."""
 
-# For each weight that was cast to the autocast dtype, the cast copy. As in torch, all threads share
-# this cache.
+# A cache of the copies of weights that were cast to the autocast dtype, by weight. As in torch, all
+# threads share this cache.
 _cast_weights = WeakTensorKeyDictionary()
 
 

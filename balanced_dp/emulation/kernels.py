@@ -410,8 +410,8 @@ def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
         return func(*tree_unflatten(elems, spec), *options)
 
     # For each sample and time step, the backward pass of an LSTM reads six saved numbers for each
-    # unit: four gates, cell and output. As an upper bound for all kinds of layers, use the number
-    # of rows of the weights, which is eight for each unit of an LSTM.
+    # unit: four gates, cell and output. An LSTM's weights have eight rows for each unit. For all
+    # kinds of layers, the number of rows is used as an upper bound.
     num_rows = sum(weight.size(0) for weight in weights if weight.dim() == 2)
     num_kept = args[0].shape[:-1].numel() * num_rows * torch.is_grad_enabled()
     return _fused(run, num_kept, *inputs)

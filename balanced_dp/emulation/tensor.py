@@ -153,7 +153,7 @@ class EmulatedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
-    # As in torch.Tensor, the signature is wider than that of object.__repr__.
+    # Like Tensor.__repr__, this method has a parameter that object.__repr__ does not have.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         suffix = f", device='{self.device}'" + (", requires_grad=True" * self.requires_grad)
         if not is_known(self._elem):

@@ -193,8 +193,8 @@ class Gather:
         sizes = self.call.chunk_sizes
         lengths = list(zip(*shapes, strict=True)) if len(set(map(len, shapes))) == 1 else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
-        # A set for each dimension: how many rows each replica has for each of its samples. The sets
-        # are empty if the batch was not split.
+        # The rows per sample along each dimension: a set of the replicas' different numbers. The
+        # sets are empty if the batch was not split.
         factors = [{n / size for n, size in zip(own, sizes, strict=False)} for own in lengths]
         following = [d for d, own in enumerate(factors) if len(own) < 2 and sum(own) % 1 == 0]
         exact = [d for d in following if lengths[d] == sizes]

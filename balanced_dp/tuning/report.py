@@ -377,8 +377,8 @@ def checked_reserve(reserve: int | None, capacities: Sequence[int] | None) -> in
     reserve = as_integer("reserve", default if reserve is None else reserve, minimum=0)
     if any(capacity <= reserve for capacity in capacities or ()):
         raise ArgumentError(
-            f"{format_bytes(reserve)} of each device is kept free, but there are devices of "
-            f"{', '.join(map(format_bytes, sorted(set(capacities or ()))))}; lower --reserve"
+            f"{format_bytes(reserve)} of each device is kept free (--reserve), so each needs more "
+            f"memory than that, got {', '.join(map(format_bytes, sorted(set(capacities or ()))))}"
         )
     return reserve
 

@@ -36,7 +36,7 @@ def test_versions():
         ("plan os:getcwd --memory 1GiB", "os:getcwd must return a balanced_dp.Workload, but"),
         ("plan char-lm --memory much", "--memory must be a number of bytes, or a"),
         ("plan char-lm --memory 1GiB,1GiB --devices 3", "--memory has 2 sizes, but"),
-        ("plan char-lm --memory 400MiB", "1.00 GiB of each device is kept free, but there"),
+        ("plan char-lm --memory 400MiB", "1.00 GiB of each device is kept free (--reserve), so"),
         ("tune char-lm --sweep 8", "--sweep must be FIRST:LAST, the lower first: 0:8"),
         ("tune char-lm --sweep 8:0", "the lower first: 0:8, not '8:0'"),
         ("tune char-lm --json none/a.json", "there is no folder"),

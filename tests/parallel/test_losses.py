@@ -123,7 +123,7 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
             "it has no autograd graph. It is averaged, weighted by chunk size. Return its terms",
         ),
         ("sum by a mean", "it uses Div, not only means over samples"),
-        ("selected", "it may sum or average selected samples, or entries other than samples"),
+        ("selected", "it may sum or average only some samples, or entries other than samples"),
         ("sum and mean", "it adds means to sums over samples"),
         ("normalized weights", "it has a sum of products with a factor or divisor that may"),
     ],

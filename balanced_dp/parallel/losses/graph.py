@@ -219,7 +219,7 @@ def _reduction_of(nodes: Sequence[Any], sizes: Sequence[int]) -> str:
         reduced = _dims_of(entries) if name in ("Mean", "Sum") else ()
         are_samples &= all(behind[0][dim] != size for dim in reduced)
     if not are_samples:
-        raise UnclearError("it may sum or average selected samples, or entries other than samples")
+        raise UnclearError("it may sum or average only some samples, or entries other than samples")
     return "mean" if code == 1 else _kind_of_sum(entries)
 
 
@@ -432,7 +432,7 @@ def how_samples_mix(own: Sequence[Tensor], others: Sequence[Tensor], sizes: tupl
                 continue
             seen.add(node)
             name = _operator_name(node)
-            # Reading shapes takes most of the time, so those that tell nothing new are not read.
+            # Reading shapes takes most of the time, so shapes that tell nothing new are not read.
             shapes = () if name in _MOVES else (_shape_of(node, i), _shape_of(other, j))
             # From a loss back to its reductions, shapes are the same on both replicas. Operators in
             # this part are skipped, since the losses are joined.
@@ -448,7 +448,7 @@ def how_samples_mix(own: Sequence[Tensor], others: Sequence[Tensor], sizes: tupl
             inputs = _inputs_with_graph((node, other)) if is_alike else ()
             if any(_axes(tuple(starmap(_shape_of, edges)), sizes)[0] for edges in inputs):
                 return f"{name} reduces the samples of each chunk"
-            # Attention runs along the last dimension but one, which is no argument of it.
+            # Attention runs along dimension -2, and has no argument for the dimension.
             along = (_dims_of(node) or (-2,)) if axes and _RUNS_ALONG.fullmatch(name) else ()
             if axes & {dim % len(shapes[0]) for dim in along}:
                 return f"{name} runs along the samples of each chunk"
