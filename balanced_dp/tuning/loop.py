@@ -258,9 +258,7 @@ class Loop(AutoSplit):
         elif self.highest is not None and not num_taken:
             yield "No torch.optim.Optimizer took a step: these are the peaks of the whole run."
         if self.wanted == "auto" and self.options and not self.search.is_over:
-            fact = (
-                f"The search for gpu0_bsz did not end in {num_taken} steps, so options may change"
-            )
+            fact = f"The search for gpu0_bsz did not end in {num_taken} steps; options may change"
             more = f"raise --steps to {max(14, 2 * num_taken)}"
             advice = f": {more if was_ended else 'train for longer'}"
             yield f"{fact}{'' if has_failed else advice}."
@@ -280,10 +278,7 @@ class Loop(AutoSplit):
             else:
                 yield f"gpu0_bsz={self.wanted} was not measured with the largest batch."
         if self.wanted == "auto" and search.smallest > 1 and search.best in (0, 2):
-            yield (
-                "gpu0_bsz=1 was not tried, because BatchNorm would compute its statistics from a "
-                "chunk of one sample."
-            )
+            yield "gpu0_bsz=1 was not tried: BatchNorm would get a chunk of one sample."
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         optimizer = self._optimizer()
