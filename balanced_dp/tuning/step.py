@@ -179,7 +179,7 @@ class StepMeter:
         precision = self.workload.precision
         autocast = torch.autocast(self.devices[0].type, precision, enabled=precision is not None)
         with warnings.catch_warnings(), autocast:
-            warnings.simplefilter("ignore", BalanceWarning)  # an even split is intended
+            warnings.simplefilter("ignore", BalanceWarning)  # an even split is no mistake here
             output = model(*args, **kwargs)
             if model.chunk_sizes and sum(model.chunk_sizes) != batch_size:
                 raise ArgumentError(

@@ -16,9 +16,9 @@ from ..split import split_batch, split_by_weights
 _CLOSE = 400
 """The result of a search may be too small, by at most ``1 / _CLOSE`` of the result.
 
-The result is the size of the largest chunk or batch. The last step of ``WorkloadSearch`` fills the
-largest chunks that the step before it has found. So the errors of both steps add up, to at most
-0.5 %.
+The result is the size of the largest chunk, or of the largest batch, that fits. The last step of
+``WorkloadSearch`` fills the largest chunks that the step before it has found. So the errors of both
+steps add up, to at most 0.5 %.
 """
 
 
