@@ -137,7 +137,7 @@ def tune(
     target: Annotated[str | None, arguments.TARGET] = None,
     batch_size: Annotated[int | None, Option(help="Default: the workload's.")] = None,
     sweep: Annotated[
-        str | None, Option(metavar="FIRST:LAST", help="Values of gpu0_bsz to measure as well.")
+        str | None, Option(metavar="FIRST:LAST", help="Further values of gpu0_bsz to measure.")
     ] = None,
     num_devices: arguments.NumDevices = None,
     memory: arguments.Memory = None,

@@ -32,8 +32,8 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     ``BalancedDataParallel`` takes the place of ``nn.DataParallel`` and of the function
     ``nn.parallel.data_parallel``. ``BalancedTrainer`` takes the place of the ``Trainer`` of
     transformers. Inside the block, ``nn.DataParallel`` is a subclass of ``BalancedDataParallel``
-    with the arguments of torch's class. ``isinstance(model, nn.DataParallel)`` is true for models
-    of torch's class, too. If a script's subclass of ``nn.DataParallel`` overrides a method such as
+    with the arguments of torch's class. Instances of torch's class, too, still count as instances
+    of ``nn.DataParallel``. If a script's subclass of ``nn.DataParallel`` overrides a method such as
     ``forward`` or ``scatter``, torch's class becomes the base of the subclass, because the method
     was written for torch's class. ``Trainer`` is replaced if its first import is inside the block,
     and it stays replaced after the block.

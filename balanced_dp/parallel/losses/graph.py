@@ -357,8 +357,8 @@ def _is_number(saved: object) -> bool:
     - With a 0-dim half tensor, a saved float gives half. The user's float64 tensor gives float64.
     - With a 0-dim int8 tensor, a saved int gives int8. The user's int64 tensor gives int64.
 
-    A tensor that is itself half or int8 comes from the user's code, because autograd saves no int
-    or float with these dtypes.
+    If the saved tensor is half or int8, it comes from the user's code, because autograd saves no
+    Python number with these dtypes.
     """
     if not isinstance(saved, Tensor) or saved.dim():
         return isinstance(saved, Real)
