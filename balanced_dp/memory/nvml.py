@@ -56,8 +56,8 @@ def memory_of(board: Board) -> dict[str, Any]:
     reserved memory as used.
 
     Source:
-        ``nvidia-smi --query-gpu=memory.total,memory.used,memory.free``; nvmlMemory_v2_t in NVML's
-        API reference.
+        The struct ``nvmlMemory_v2_t`` in NVML's API reference. The command ``nvidia-smi
+        --query-gpu=memory.total,memory.used,memory.free`` prints the same numbers.
 
     Raises:
         pynvml.NVMLError: the query failed.

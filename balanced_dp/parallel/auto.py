@@ -210,7 +210,8 @@ class AutoSplit:
         search.smallest = max(search.smallest, smallest_chunk(module))
         chunk_sizes = self.last_split = self.split(batch_size)
         if batch_size and torch.is_grad_enabled():
-            if self._peaks is None:  # a larger batch begins the search again
+            if self._peaks is None:
+                # A batch that is larger than all earlier ones begins the search again.
                 self.search.is_over &= batch_size <= self.batch_size
             self.begin()
             self._ids = set(map(id, module.parameters()))

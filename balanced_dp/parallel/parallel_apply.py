@@ -84,7 +84,8 @@ def parallel_apply(
 
     try:
         threads = []
-        for device in others:  # each with its own Context: two threads cannot enter the same one
+        for device in others:
+            # Two threads cannot run in the same contextvars.Context, so each thread gets a copy.
             args, name = (work, device), f"replicas on {device}"
             run = contextvars.copy_context().run
             threads.append(threading.Thread(target=run, args=args, name=name, daemon=True))

@@ -136,9 +136,9 @@ class Report:
         batch_size: the number of samples in the requested batch. In the report of a script, the
             number of samples in the script's largest batch.
         capacity_bytes: the capacity of each device.
-        has_capacity: whether ``capacity_bytes`` were given by the user or reported by accelerators.
-            Otherwise each capacity is the highest peak of the even split. If the even split was not
-            measured, the first option is used instead of the even split.
+        has_capacity: whether the capacities are known, because the user gave them or accelerators
+            reported them. If not, each capacity is the highest peak of the even split. If the even
+            split was not measured, the first option is used instead of the even split.
         reserve_bytes: the bytes of each device to keep free for CUDA's context and for workspaces
             of libraries, which the measured peaks do not include.
         goal: how the options are ranked: ``"speed"``, ``"headroom"`` or ``"batch"``, as in
