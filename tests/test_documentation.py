@@ -173,7 +173,7 @@ def test_the_picture_and_the_largest_batches():
 def test_the_table_of_the_demo():
     """The demo trains on a text of Python's library, so its figures vary with Python's version."""
     table, *_ = answer(run_demo(emulate=True)[1])
-    [percent] = re.findall(r"memory by up to ([\d.]+) %", TEXTS["README.md"])
+    [percent] = re.findall(r"memory varies by up to ([\d.]+) %", TEXTS["README.md"])
     for text in READMES:
         shown = dict(re.findall(r"^ (\w[\w, ]*?) {2,}(.*)$", text, re.MULTILINE))
         for name, *cells in table.rows:
