@@ -57,21 +57,17 @@ BLOCKS = [
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many:UserWarning")
 def test_blocks_print_what_is_shown(code, output, capsys):
     exec(code, {"__name__": "shown"})
-    printed = capsys.readouterr().out
-    if output:
-        assert printed == output
+    assert not output or capsys.readouterr().out == output
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="each of 4 ranks takes a GPU")
 def test_the_script_of_ranks_runs(tmp_path):
-    [(_, script, _)] = OF_RANKS
     path = tmp_path / "train.py"
-    path.write_text(script)
+    path.write_text(OF_RANKS[0][1])
     exit_code, output = run_ranks(path, num_processes=4)
-    assert exit_code == 0, output
     epochs = [f"epoch {epoch}: shares (1, 5, 5, 5), 4 batches" for epoch in range(2)]
-    assert output.splitlines() == epochs
+    assert exit_code == 0 and output.splitlines() == epochs, output
 
 
 def changed(script, diff, back=False):
@@ -100,15 +96,13 @@ def losses_of(script, capsys, num_devices=4):
 def test_the_training_script_before_and_after(tmp_path, monkeypatch, capsys):
     [(page, script, _)] = SCRIPTS
     monkeypatch.chdir(tmp_path)
-    checkpoint = tmp_path / "checkpoint.pt"
     to_stock, to_loss_on_each = re.findall(r"```diff\n(.*?)```", TEXTS[page], re.DOTALL)
     exact = script.replace("DTYPE):", "enabled=False):")
     assert exact != script
     expected = losses_of(changed(exact, to_stock, back=True), capsys)
-    assert len(expected) == 3
-    assert expected[-1] < expected[0] / 2
+    assert len(expected) == 3 and expected[-1] < expected[0] / 2
     for ours in (exact, changed(exact, to_loss_on_each)):
-        checkpoint.unlink()
+        (tmp_path / "checkpoint.pt").unlink()
         assert losses_of(ours, capsys) == pytest.approx(expected, abs=2e-4)
 
 
@@ -124,8 +118,7 @@ def test_the_training_script_resumes(tmp_path, monkeypatch, capsys):
     losses = [loss for _ in range(3) for loss in losses_of(killed, capsys)]
     assert losses == pytest.approx(expected, rel=0.2)  # batches are drawn again
     saved = torch.load(tmp_path / "checkpoint.pt", map_location="cpu", weights_only=True)
-    assert saved["epoch"] == 2
-    assert saved["model"]._metadata[""]["auto_split"]["gpu0_bsz"] < 4
+    assert saved["epoch"] == 2 and saved["model"]._metadata[""]["auto_split"]["gpu0_bsz"] < 4
 
 
 def test_commands_that_are_shown_exist():

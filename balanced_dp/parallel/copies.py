@@ -38,6 +38,7 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
@@ -75,7 +76,7 @@ the stream of the second kernel wait for the stream of the first kernel. Then ne
 end: a deadlock.
 """
 
-Copies = dict[torch.device, list[torch.Tensor]]
+Copies = dict[torch.device, list[Tensor]]
 """A dictionary that maps each device to a list of copies of tensors.
 
 The lists of all devices hold copies of the same tensors, in the same order.
@@ -119,7 +120,7 @@ class Arrivals:
             self._streams[device] = torch.get_device_module(device).current_stream(device)
             side_stream(device, "weights").wait_stream(self._streams[device])
 
-    def note(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+    def note(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
         """Record an event on the device's weight stream, and store it as the event of ``tensors``.
 
         The weight stream is the stream on which weights are copied. The event marks the end of the
@@ -178,7 +179,7 @@ class ArrivingParameters(UserDict[str, Any]):
         return self.data
 
 
-def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
+def fill_buckets(tensors: dict[int, Tensor], *, of_gradients: bool = True) -> list[list[int]]:
     """Group tensors into buckets, and return the positions of the tensors of each bucket.
 
     The tensors of a bucket are flattened and copied as one tensor. They have the same dtype and
@@ -215,7 +216,7 @@ def fill_buckets(tensors: dict[int, torch.Tensor], *, of_gradients: bool = True)
 
 def copy_to(
     devices: Sequence[torch.device],
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     arrivals: Arrivals | None = None,
 ) -> Copies:
     """Return, for each of ``devices``, a list of copies of ``tensors``, in the same order.
@@ -249,7 +250,7 @@ def copy_to(
     return copies
 
 
-def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) -> None:
+def _send(tensors: dict[int, Tensor], copies: Copies, arrivals: Arrivals) -> None:
     """Copy tensors between CUDA devices in buckets, and store the results in ``copies``.
 
     A bucket is a group of tensors that are copied in one piece. On each device, all copies of a
@@ -293,9 +294,7 @@ def _send(tensors: dict[int, torch.Tensor], copies: Copies, arrivals: Arrivals) 
                     copies[flat.device][i] = part
 
 
-def bring_to(
-    device: torch.device, gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
+def bring_to(device: torch.device, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return gradients copied to ``device``. The copies are differentiable.
 
     Between CUDA devices, gradients are copied on a separate stream, so that computation on other
@@ -331,12 +330,12 @@ def bring_to(
     return [None if g is None else next(parts) for g in gradients]
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
+def has_hooks(tensor: Tensor) -> bool:
     """Return whether a tensor has hooks on its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor can be flattened into a bucket and rebuilt from it."""
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
     return is_dense and not hasattr(tensor, "__tensor_flatten__")  # no wrapper of other tensors
@@ -365,13 +364,13 @@ class Receive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *originals: Tensor) -> tuple[Tensor, ...]:
         """Return aliases of the originals and, as the last output, the token: an empty tensor."""
         ctx.set_materialize_grads(False)
         return *(original.detach() for original in originals), originals[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the originals. The token has no gradient."""
         return gradients[:-1]
 
@@ -385,11 +384,8 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        copies: Sequence[torch.Tensor],
-        token: torch.Tensor | None,
-        *originals: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, copies: Sequence[Tensor], token: Tensor | None, *originals: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return ``copies``: one copy of each original, all on one device other than the home.
 
         The ``token``, an output of ``Receive``, is not read. It only determines when the backward
@@ -400,12 +396,12 @@ class Broadcast(torch.autograd.Function):
         return tuple(copies)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the originals, on the device of the originals."""
         return None, None, *bring_to(ctx.home, gradients)
 
 
-def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
+def make_nodes(copies: Copies, parameters: Sequence[Tensor]) -> None:
     """Make copies of parameters differentiable, with one autograd node for each bucket and device.
 
     A bucket is a group of parameters whose gradients are copied in one piece.
@@ -427,7 +423,7 @@ def make_nodes(copies: Copies, parameters: Sequence[torch.Tensor]) -> None:
     for positions in reversed(fill_buckets(trained)):
         originals = [parameters[i] for i in positions]
         home = originals[0].device
-        received: Sequence[torch.Tensor] = originals
+        received: Sequence[Tensor] = originals
         # Because of the token, the backward of Receive runs even if its own bucket has no
         # gradients. The hooks of the bucket's parameters would then be called with None, so a
         # parameter with hooks gets no Receive.

@@ -134,7 +134,7 @@ class Blueprint:
         return is_same and all(map(operator.is_, values_before, values_now))
 
     def _take_contents(self) -> tuple[list[Any], ...]:
-        """Return the types of the modules, and the sizes, keys and values of their dictionaries.
+        """Return the types of the modules, and the keys and values of their dictionaries.
 
         The dictionaries are the ``__dict__`` of each module, and the dictionaries of ``MEMBERS``
         and ``HOOKS`` that were not empty when this object was made. Compare the values by identity,
@@ -221,15 +221,17 @@ class Replica:
         """
         bound, dictionaries = self._blueprint.bound, [*self.attributes, *self._hooks]
         pairs = zip(self._blueprint.modules, self.modules, strict=True)
-        copies = weakref.WeakValueDictionary(pairs if bound else ())
+        copies = self._copies = weakref.WeakValueDictionary(pairs if bound else ())
         for index, key, value in bound:
             own = dictionaries[index]
             own[key] = strong = _bind(value, copies)
-            self._bound.append((own, key, strong, functools.partial(_call_bound, value, copies)))
+            if strong is not value:
+                self._bound.append((own, key, strong, value))
 
     def __del__(self) -> None:
-        for own, key, _, weak in self._bound:
-            own[key] = weak
+        for own, key, strong, value in self._bound:
+            if own.get(key) is strong:  # backward may use something else that forward has stored
+                own[key] = functools.partial(_call_bound, value, self._copies)
 
     def begin(self, tensors: Sequence[torch.Tensor], arrivals: Arrivals) -> None:
         """Give the modules of this replica their parameters and buffers for a call.
@@ -320,12 +322,14 @@ def _bind(value: Any, copies: Mapping[Any, Any]) -> Any:
     """Return ``value``, with copies in place of the modules that it refers to.
 
     The value may be a bound method, a ``functools.partial`` or a module itself. Any other value,
-    and a module that is not in ``copies``, is returned unchanged.
+    and one that refers to no module in ``copies``, is returned unchanged.
     """
     if isinstance(value, functools.partial):
-        function, *args = (_bind(part, copies) for part in (value.func, *value.args))
-        keywords = {name: _bind(part, copies) for name, part in value.keywords.items()}
-        return functools.partial(function, *args, **keywords)
+        end, parts = 1 + len(value.args), [value.func, *value.args, *value.keywords.values()]
+        own = [_bind(part, copies) for part in parts]
+        if all(map(operator.is_, own, parts)):
+            return value
+        return type(value)(own[0], *own[1:end], **dict(zip(value.keywords, own[end:], strict=True)))
     if isinstance(value, types.MethodType):
         owner = _bind(value.__self__, copies)
         return value if owner is value.__self__ else types.MethodType(value.__func__, owner)

@@ -308,9 +308,9 @@ class Report:
 
         Each line is a statement of the script, without comments, in which only the name of the
         wrapping class and its ``gpu0_bsz`` are replaced. So arguments such as ``dim`` and
-        ``device_ids``, and calls such as ``.to(device)``, stay as they are. If no such statement is
-        known, the result is ``trainer = Trainer(...)  # unchanged`` for a script with a
-        ``Trainer``, and ``model = ...`` for another script.
+        ``device_ids``, and calls such as ``.to(device)``, stay as they are. If the statements that
+        wrap models are unknown, the result is ``trainer = Trainer(...)  # unchanged`` for a script
+        with a ``Trainer``. For any other script, it is then ``option.line``, assigned to ``model``.
         """
         sources = dict.fromkeys(place.partition(": ")[2] for place in self.wrapped_at)
         lines = [line for s in sources if (line := _with_gpu0_bsz(s, option.gpu0_bsz))]

@@ -209,6 +209,12 @@ def test_a_call_leaves_its_replicas_to_the_next(devices, name):
         assert len(model._replicator._pool[1]) == 3
 
 
+def test_a_partial_without_modules_is_shared():
+    """Replicas kept the keywords that it had when they were made."""
+    module = Lambda(torch.tanh, curve=functools.partial(torch.clamp, max=1))
+    assert Replicator().replicate(module, [OTHER])[0].curve is module.curve
+
+
 def test_neighbors_are_copied_together():
     """Not all norms of all layers: such a bucket is complete when backward is over."""
     network = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)))
@@ -307,6 +313,12 @@ def takes_out_and_restores(self, x):
     return doubled + self.layer(x)
 
 
+def stores(self, x):
+    """For backward, the method was stored again when the replica was dropped."""
+    self.curve = torch.tanh
+    return checkpoint(lambda x: self.curve(self.layer(x)), x, use_reentrant=False)
+
+
 def two_layers(forward):
     return Lambda(forward, layer=nn.Linear(4, 4), other=nn.Linear(4, 4))
 
@@ -342,6 +354,7 @@ CHANGED_WEIGHTS = {
     "dropped": WeightDrop,
     "tied again": lambda: two_layers(ties_again),
     "restored": lambda: two_layers(takes_out_and_restores),
+    "stored": lambda: Lambda(stores, layer=nn.Linear(4, 4), own=(m := nn.ReLU()), curve=m.forward),
     "flattened": lambda: Lambda(flattens, layer=nn.LSTM(4, 4, 2, batch_first=True)),
     "of a class that copies itself": lambda: CopiesItself(4, 4),
 }
