@@ -131,7 +131,7 @@ def run(
 
 
 @app.command()
-@app.command("plan", help="Find gpu0_bsz without GPUs; same as tune --emulate --memory ...")
+@app.command("plan", help="Find gpu0_bsz without GPUs. Needs --memory. Same as tune --emulate.")
 def tune(
     context: typer.Context,
     target: Annotated[str | None, arguments.TARGET] = None,

@@ -83,7 +83,7 @@ def verdict(report: Report) -> str:
         sentences.append(f"With option 1, {_fullest(best, report)}.")
     if not report.has_capacity:
         where = " before the script" * report.is_script
-        sentences.append(f"Add --memory{where}, such as --memory 11GiB, to see what fits.")
+        sentences.append(f"To see what fits, add --memory{where}, such as --memory 11GiB.")
     return " ".join(sentences)
 
 
@@ -160,7 +160,7 @@ def summary(report: Report) -> Iterator[str]:
         yield f"Not measured: {others}. To try, change the script and run it again."
     names = report.not_tried if report.is_script else [o.arguments for o in report.ranked_options]
     if "gather=False" in " ".join(names):
-        yield "Put all steps from outputs to loss, also reshapes, in the criterion."
+        yield "BalancedCriterion needs all steps from outputs to loss, also reshapes."
 
 
 # Tables of what was measured.
@@ -190,7 +190,7 @@ def device_table(report: Report) -> TextTable:
     where = "accelerators" if report.mode == "real" else "emulated devices"
     where += ", shapes only" * (report.mode == "symbolic") + ", training only" * report.is_script
     caption = f"Measured on {where}; {precision}."
-    caption += " Activation without samples is that of the loss." * (0 in best.chunk_sizes)
+    caption += " Activation without samples is that of the loss." * (not best.chunk_sizes[0])
     if report.reserve_bytes:
         caption += f" {format_bytes(report.reserve_bytes)} of each is kept free for CUDA's context."
         # Without expandable segments, fragmentation in torch's allocator can take as much memory as

@@ -260,7 +260,7 @@ class Loop(AutoSplit):
         if self.wanted == "auto" and self.options and not self.search.is_over:
             fact = f"The search for gpu0_bsz did not end in {num_taken} steps; options may change"
             more = f"raise --steps to {max(14, 2 * num_taken)}"
-            advice = f": {more if was_ended else 'train for longer'}"
+            advice = f": {more if was_ended else 'only steps of the largest batch count'}"
             yield f"{fact}{'' if has_failed else advice}."
         fit = [option.fits(self.budgets) for option in self.options if self.budgets]
         if self.wanted != "auto" and fit and not any(fit):
@@ -270,7 +270,8 @@ class Loop(AutoSplit):
         low, high = min(ranges, key=lambda r: r[0] / r[1], default=(1, 1))
         if high > low * (1 + VARIES):
             between = f"between {format_bytes(low)} and {format_bytes(high)}"
-            yield f"Steps with equal splits peaked {between}: options may need more than measured."
+            why = f"Steps with the same split peaked {between}, so options may need more than shown"
+            yield f"{why}. Run more steps, or measure one value: --gpu0-bsz."
         if isinstance(self.wanted, int) and {option.gpu0_bsz for option in self.options} == {None}:
             if self.wanted >= search.even:
                 even = f"below {search.even}, the even share"

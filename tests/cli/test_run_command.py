@@ -85,7 +85,7 @@ def test_the_answer_for_a_script(script):
         "\nWith the even split of nn.DataParallel, the batch fits: device 0 is the fullest, with ",
         "# train.py:11: model = nn.DataParallel(model)\n# option 1\nmodel = nn.DataParallel(model)",
         "# option 2\nfrom balanced_dp import BalancedDataParallel\nmodel = BalancedDataParallel(",
-        "on all devices). To try, change the script and run it again.\n\nPut all steps from",
+        "on all devices). To try, change the script and run it again.\n\nBalancedCriterion",
         "What each device holds with nn.DataParallel(model)",
         "training only; no autocast. 1.00 GiB of each is kept free for CUDA's context. Against",
     ):
@@ -101,7 +101,7 @@ def test_the_report_is_written(script):
     assert report.workload == "train.py"
     assert report.batch_size == 64 and len(report.capacity_bytes) == 3
     assert report.goal == "headroom" and report.best is not report.even
-    assert not report.has_capacity and "Add --memory before the script, such" in done.stderr
+    assert not report.has_capacity and "add --memory before the script, such" in done.stderr
     assert "fits:" not in done.stderr and "%" not in done.stderr
     assert CliRunner().invoke(app, ["report", "run.json"]).stdout in done.stderr
     assert "<svg" in Path("run.html").read_text("utf-8")

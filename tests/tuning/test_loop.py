@@ -106,7 +106,7 @@ def test_heavy_steps_count_for_a_value_and_the_even_split(devices, period):
     assert len(loop.options) == 2
     assert [option.uses[0]["other"] for option in loop.options] == [2**20] * 2
     [note] = loop.notes()
-    assert note.startswith("Steps with equal splits peaked between 3.21 MiB and 4.21 MiB: options")
+    assert note.startswith("Steps with the same split peaked between 3.21 MiB and 4.21 MiB, so")
 
 
 def test_a_value_without_a_step_of_the_largest_batch(devices):
