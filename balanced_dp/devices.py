@@ -71,7 +71,7 @@ def resolve_device(device_id: Device) -> torch.device:
     try:
         device = torch.device(name)
         module = torch.get_device_module(device)
-    except (RuntimeError, TypeError) as error:  # unknown, or without a device module
+    except (RuntimeError, TypeError) as error:  # an unknown device, or one without a module
         raise ArgumentError(f"there is no device {device_id!r}: {error}") from None
     if device.type == "cpu":
         return torch.device("cpu")  # the device of CPU tensors has no index
@@ -122,7 +122,7 @@ def side_stream(device: torch.device, purpose: torch.device | str) -> torch.Stre
             So a copy of gradients uses two streams: the source's stream ``"copies"``, and the
             destination's stream for this source.
     """
-    if (device, purpose) not in _streams:  # setdefault: two threads may make one at the same time
+    if (device, purpose) not in _streams:  # setdefault: two threads may make a stream
         _streams.setdefault((device, purpose), torch.get_device_module(device).Stream(device))
     return _streams[device, purpose]
 

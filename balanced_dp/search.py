@@ -53,7 +53,7 @@ Split = tuple[int, ...]
 """The chunk size of each device, in the order of the devices."""
 
 _Iteration = tuple[Sequence[float], Any]
-"""The peak bytes of each device in a training iteration, and the caller's record of it."""
+"""The peak bytes of each device in a training iteration, and the ``record`` passed to ``tell``."""
 
 
 def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
@@ -122,8 +122,8 @@ class Search:
         """The measured ``gpu0_bsz`` with which the fullest device is least full.
 
         Of equally good values, it is the largest. It is None if memory ran out with each measured
-        ``gpu0_bsz``. If a device exceeded its budget, but memory did not run out, the ``gpu0_bsz``
-        counts, too.
+        ``gpu0_bsz``. The result may be a ``gpu0_bsz`` with which a device exceeded its budget, if
+        memory did not run out.
         """
         ran = {value: max(full) for value, full in self._ran().items()}
         limit = min(ran.values(), default=0.0) * (1 + EQUAL)
@@ -137,9 +137,10 @@ class Search:
         """
         ran = self._ran() if self.is_careful else {}
         # A value ran if no device ran out of memory. Between two values that ran, no device holds
-        # more than it held with one of the two. Beyond all values that ran, the memory of a device
-        # grows at most in proportion to its samples. The memory of a device without samples does
-        # not tell how much memory a sample takes. So giving samples to this device is not safe.
+        # more than the most that it held with these two. Beyond all values that ran, the memory of
+        # a device grows at most in proportion to its samples. The memory of a device without
+        # samples does not tell how much memory a sample takes. So giving samples to this device is
+        # not safe.
         end = min(max(split[0], min(ran, default=0)), max(ran, default=0))
         chunks = zip(ran.get(end, ()), self.split(end), split, strict=False)
         is_safe = all(full * new <= old > 0 for full, old, new in chunks if new > old)
@@ -174,14 +175,15 @@ class Search:
     def _wanted(self) -> Iterator[Split]:
         """Yield the split to measure next, or nothing if the search is over.
 
-        Each call of ``next`` takes only the first split from a new generator, because the split
-        after the first depends on the measurement of the first.
+        Each call of ``Search.next`` takes only the first split of a new generator, because an old
+        generator does not know the measurement of its first split.
         """
         if not self.told:
             yield self.split(self.even)
         values = range(self.even + 1)
         value, full = max(self._ran().items(), default=(0, [0.0, 0.0]))
-        # An upper bound of the utilization per sample, as if devices held nothing but samples.
+        # An upper bound of what a sample adds to the utilization: assume that devices hold only
+        # samples.
         a_sample = max(full[1:]) / max(1, *self.split(value)[1:])
         slope = a_sample * (1 + 1 / (len(self.budgets) - 1))
         yield from self.find(self._over(), values, self.split, slope)
@@ -211,9 +213,9 @@ class Search:
             split_of: a function that returns the split to measure for a number.
             slope: until two numbers have been measured, the excess is assumed to increase by
                 ``slope`` from one number to the next. If ``slope`` is None, the first measurement
-                determines the slope: the excess is assumed to be -1 at number 0, as if a device
-                without samples held nothing. This slope is usually too large, because a device
-                holds memory even without samples.
+                determines the slope: the excess is assumed to be -1 at number 0 (utilization 0
+                minus limit 1), as if a device without samples held nothing. This slope is usually
+                too large, because a device holds memory even without samples.
             close: the result may be too small by at most ``result // close``. For example,
                 ``close=100`` allows an error of 1 %. By default, the result is exact.
             bends_up: whether the excess is a convex function of the number. If it is, the line
@@ -223,7 +225,7 @@ class Search:
 
         Yields:
             The split to measure next. Use only the first split that is yielded, because the others
-            do not depend on the measurement of the first. If nothing is yielded, the search is
+            do not take its measurement into account. If nothing is yielded, the search is
             over.
 
         Returns:
@@ -250,8 +252,9 @@ class Search:
             """Return the number at which a line reaches 0.
 
             The line shows the excess (a measured quantity minus its limit) of each number. It goes
-            through two measurements, or through one, with the assumed slope. If the line does not
-            rise, the result is twice the largest number known to be within the limit, at least 2.
+            through two measurements, or it goes through one and has the assumed slope. If the line
+            does not rise, the result is twice the largest number known to be within the limit, at
+            least 2.
             """
             x, by = points[0], rise(*points)
             return x - over[x] / by + _ROUNDING if by > 0 else 2.0 * max(low, 1)
@@ -259,9 +262,9 @@ class Search:
         is_over = bends_up and left and len(inside) > 1 and zero(*inside) < left[0]
         points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
         guess = zero(*points) if points else math.inf if over else start
-        # If the excess bends up between the two points, the line through them meets the limit too
-        # early. So follow the line through two numbers beyond the limit. If only one was measured,
-        # take the middle of the range that is left.
+        # If the excess is convex between ``points``, the line through them reaches 0 at too small a
+        # number. So follow the line through two numbers beyond the limit. If only one number beyond
+        # the limit was measured, take the middle of the range that is left.
         if inside[1:] and beyond and 2 * rise(*inside) < rise(inside[1], beyond[0]):
             guess = zero(*beyond) if beyond[1:] else high
         if high < math.inf and (guess >= high or len(over) in _BISECTED):
@@ -337,8 +340,8 @@ class LoopSearch:
             peaks: the peak bytes of each device during the iteration.
             accumulates: whether the largest batch has added to existing gradients.
             is_settled: whether the peaks may be compared with others. If not, they are not
-                recorded. But if peaks of earlier iterations were recorded, this iteration counts as
-                one that has come before: smaller ones are ignored from now on.
+                recorded. But if peaks of earlier iterations were recorded, iterations smaller than
+                this one are ignored from now on.
             record: the caller's record of the iteration, which is kept in ``highest``.
         """
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self.accumulates)

@@ -30,7 +30,7 @@ NEEDED = """
 """Names below ``torch``. Importing this module raises an ``ImportError`` if any is missing."""
 
 AWAITS_PRODUCERS = torch.__version__ >= "2.8"
-"""Whether autograd waits for any stream on which a node copies a gradient to another device.
+"""Whether autograd waits for the stream on which a node copies a gradient to another device.
 
 Before torch 2.8, autograd assumes that the node copies the gradient on the default stream of the
 destination, and does not wait for other streams. So before torch 2.8, balanced_dp copies gradients

@@ -190,7 +190,7 @@ def device_table(report: Report) -> TextTable:
     where = "accelerators" if report.mode == "real" else "emulated devices"
     where += ", shapes only" * (report.mode == "symbolic") + ", training only" * report.is_script
     caption = f"Measured on {where}; {precision}."
-    caption += " Activation without samples is that of the loss." * (not best.chunk_sizes[0])
+    caption += " Activation of device 0 is that of the loss." * (not best.chunk_sizes[0])
     if report.reserve_bytes:
         caption += f" {format_bytes(report.reserve_bytes)} of each is kept free for CUDA's context."
         # Without expandable segments, fragmentation in torch's allocator can take as much memory as

@@ -34,8 +34,8 @@ _MANY = 10
 
 The first optimizer is the one that stepped first in the training loop. An iteration ends with a
 step of the first optimizer. Before this step, all other optimizers of the previous iteration must
-have stepped again. If they have not after ``_MANY`` steps of the first optimizer, the next step of
-the first optimizer ends the iteration anyway. See ``Loop``.
+have stepped again. If they have not done so after ``_MANY`` steps of the first optimizer, its next
+step ends the iteration anyway. See ``Loop``.
 """
 
 
@@ -45,10 +45,10 @@ class Loop(AutoSplit):
     The script that contains the loop needs no changes. An iteration begins with a forward pass in
     which gradients are enabled. It ends with a step of the first optimizer, which is the optimizer
     that stepped first in the loop. Before this step, all other optimizers that stepped in the
-    previous iteration must have stepped again. If they have not after 10 steps of the first
-    optimizer, the 11th step of the first optimizer ends the iteration anyway. So if a GAN takes
-    three steps of its discriminator for each step of its generator, each iteration after the first
-    few contains all four steps.
+    previous iteration must have stepped again. If they have not done so after 10 steps of the first
+    optimizer, its 11th step ends the iteration anyway. So if a GAN takes three steps of its
+    discriminator for each step of its generator, each iteration after the first few contains all
+    four steps.
 
     The measurement of the first iteration of the loop is used only if no other iteration follows,
     because the first iteration begins without optimizer state. Models and optimizers are referenced
@@ -209,7 +209,7 @@ class Loop(AutoSplit):
                 raise SystemExit
             self._started = time.perf_counter()
             super().begin()
-            self._peaks = Peaks(self.devices)  # needed even when the search is over
+            self._peaks = Peaks(self.devices)  # the report needs these even when the search is over
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that ``optimizer`` has taken a step.

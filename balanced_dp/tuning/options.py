@@ -137,7 +137,7 @@ class Option:
 
 
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
-    """Return the option with the largest batch that fits and needs no further features.
+    """Return the option with the largest batch among those that fit and have no other features.
 
     An option is a way to train a batch, with its measurements. ``Option.features`` lists its
     features: an uneven split, the loss on each device, parameters spread over all devices. The

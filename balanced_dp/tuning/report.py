@@ -39,8 +39,8 @@ Mode = Literal["symbolic", "emulated", "real"]
 def _with_gpu0_bsz(source: str, gpu0_bsz: int | None) -> str:
     """Return the statement ``source`` after putting ``gpu0_bsz`` into each call that wraps a model.
 
-    The result is empty if ``source`` contains no call that wraps a model, or if ``source`` is not a
-    complete statement, such as ``else: ...``.
+    The result is empty if ``source`` contains no call that wraps a model, or if ``source``, such as
+    ``else: ...``, is not a complete statement.
     """
     value, is_given = ast.Constant(gpu0_bsz), False
     try:
@@ -285,8 +285,9 @@ class Report:
 
         One of them is ``gather=False``, which saves nothing if forward returns the loss. So
         ``gather=False`` is listed only if gathered outputs, or activations of a loss computed
-        outside forward, make up more than 1 % of the peak of device 0. The activations of the loss
-        are those that device 0 holds with the even split, minus those of another device.
+        outside forward, make up more than 1 % of the peak of device 0. The bytes of these
+        activations are the bytes of all activations of device 0 with the even split, minus the most
+        of any other device.
         """
         best, even = self.best, self.even or self.best
         peak, outputs = best.peak_bytes[0] or 1, best.uses[0].get("gathered output", 0)
@@ -318,7 +319,7 @@ class Report:
         return lines or trainer or [f"model = {option.line}"]
 
     def largest_batch(self, option: Option) -> Option:
-        """Return the option with the largest batch that fits and needs no further features.
+        """Return the option with the largest batch among those that fit and have no other features.
 
         The features are an uneven split, the loss on each device, and parameters spread over all
         devices. The result has the same features as ``option``, or only some of them. If the result
