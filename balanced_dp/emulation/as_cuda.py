@@ -80,7 +80,7 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
 
 def _default_device() -> str | None:
-    """Return "cuda" if ``torch.set_default_tensor_type`` made it the default device, or None.
+    """Return "cuda" if ``torch.set_default_tensor_type`` made it the default device, else None.
 
     If the script also sets a default device in another way, for example by
     ``torch.set_default_device``, that device takes precedence, and the result is None. If no
@@ -281,7 +281,7 @@ def _tensors() -> Patches:
     new = [name for name in vars(base) if name.startswith("new_")]
     return {
         EmulatedTensor: {
-            "__module__": "torch",  # tensorboardX knows tensors by the name of their class
+            "__module__": "torch",  # tensorboardX looks for "torch" in str(type(tensor))
             "device": property(lambda self: to_named(_device_of_tensor.__get__(self))),
             "is_cuda": property(lambda self: True),
             "record_stream": lambda self, stream: None,

@@ -43,7 +43,7 @@ _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_pu
 _STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 """The names of torch's functions that read and set the state of autocast."""
 
-# A cache of the copies of weights that were cast to the autocast dtype, by weight. As in torch, all
+# A cache: for each weight that was cast to the autocast dtype, the cast copy. As in torch, all
 # threads share this cache.
 _cast_weights = WeakTensorKeyDictionary()
 

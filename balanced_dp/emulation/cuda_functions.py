@@ -107,8 +107,8 @@ def _memory_stats(index: int) -> dict[str, Any]:
 _USES = ("allocated", "reserved", "active", "requested")
 
 
-# Copies between devices, for torch.nn.parallel.comm. The patched tensor.to accepts an int as
-# the device.
+# Copies between devices, for torch.nn.parallel.comm. as_cuda.py patches tensor.to, so that it
+# accepts an int as the device.
 
 
 def _broadcast_coalesced(

@@ -282,9 +282,9 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *given: Any) -> Any:
 
 
 # On most backends, torch computes a linear layer with up to five operators, and its gradients with
-# up to ten. Here, one operator computes the layer, and another one its gradients, with the same
-# memory. Each operator goes through Python, so fewer operators are faster: with torch's operators,
-# a training step of BERT took a tenth longer.
+# up to ten. Here, one operator computes the layer, and another one its gradients, in as much memory
+# as torch's operators take. Each operator goes through Python, so fewer operators are faster: with
+# torch's operators, a training step of BERT took a tenth longer.
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradNestedTensor)
 """The dispatch key of torch's autograd kernel that runs ``linear`` as one operator."""
@@ -292,12 +292,12 @@ _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradNestedTensor)
 
 def _linear(keys: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     # If linear runs as one operator, it saves its input and its weight for the backward pass. If
-    # torch decomposes it, the several operators save the same tensors only if both tensors require
-    # gradients and the input is contiguous.
+    # torch decomposes it, the resulting operators save the same tensors only if both tensors
+    # require gradients and the input is contiguous.
     saves_both = input.requires_grad and weight.requires_grad and input.is_contiguous()
     has_rows = weight.dim() == 2 and weight.numel() and (bias is None or bias.dim() == 1)
-    # Dispatch modes, such as that of selective checkpointing, expect the several operators. If
-    # linear runs as one operator, it does not support forward-mode AD.
+    # Dispatch modes, such as that of selective checkpointing, expect the operators of the
+    # decomposition. If linear runs as one operator, it does not support forward-mode AD.
     is_seen = torch._C._len_torch_dispatch_stack() or torch.autograd.forward_ad._current_level >= 0
     # Complex inputs need torch's operators, because _linear_backward does not conjugate.
     if saves_both and has_rows and not is_seen and input.is_floating_point():
@@ -411,7 +411,7 @@ def _recurrent(func: torch._ops.OpOverload, *args: Any) -> Any:
 
     # For each sample and time step, the backward pass of an LSTM reads six saved numbers for each
     # unit: four gates, cell and output. An LSTM's weights have eight rows for each unit. For all
-    # kinds of layers, the number of rows is used as an upper bound.
+    # kinds of layers, the number of rows is used as an upper bound of the saved numbers.
     num_rows = sum(weight.size(0) for weight in weights if weight.dim() == 2)
     num_kept = args[0].shape[:-1].numel() * num_rows * torch.is_grad_enabled()
     return _fused(run, num_kept, *inputs)

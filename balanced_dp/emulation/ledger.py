@@ -10,10 +10,10 @@ is allocated: for example, a tensor becomes a gradient only after it was compute
 each label at the peak are not stored when the peak is reached. They are computed on request, as the
 sum of two parts:
 
-- The blocks that were allocated at the peak and still are. In each of them, ``number`` is at most
+- The blocks that existed at the peak and still exist. In each of them, ``number`` is at most
   ``_peak_number``, the number of the last block that was allocated up to the peak.
-- The blocks that were allocated at the peak and have been freed since. The ledger does not keep
-  these blocks, but ``_freed_since_peak`` keeps their bytes for each label.
+- The blocks that existed at the peak and have been freed since. The ledger does not keep these
+  blocks, but ``_freed_since_peak`` keeps their bytes for each label.
 """
 
 from __future__ import annotations

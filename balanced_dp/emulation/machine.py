@@ -25,10 +25,10 @@ DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
 
 The type "lazy" has a dispatch key of its own and allows any device index. Backward nodes of "lazy"
-tensors run in the thread that called ``backward``, as on the CPU, so autograd needs no thread for
-each device. Two other types would not work. Without an extension in C++, the type PrivateUse1 can
-only have the index 0. With the type "cuda", the backward pass aborts the process if there is no
-GPU.
+tensors run in the thread that called ``backward``, as on the CPU, so autograd needs no separate
+threads for the devices. Two other types would not work. Without an extension in C++, the type
+PrivateUse1 can only have the index 0. With the type "cuda", the backward pass aborts the process if
+there is no GPU.
 """
 
 MAX_DEVICES = 128

@@ -201,8 +201,9 @@ def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _
     view of an input.
 
     ``storages`` lists the storage of each tensor in ``inputs``, as a number. ``_how_to_make``
-    appends the storage of each new output. So if the storage of an output is already in the list,
-    the output is an input, or shares its storage with an input or with another output.
+    appends the storage of an output if it is not in the list yet. So if the storage of an output is
+    already in the list, the output is an input, or shares its storage with an input or with another
+    output.
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]

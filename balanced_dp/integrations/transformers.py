@@ -226,7 +226,7 @@ class _Callback(TrainerCallback):
 
 
 class _KeepSplit(_Callback):
-    """A callback that saves the state of the search of ``gpu0_bsz="auto"`` in the Trainer's state.
+    """A callback that stores in the Trainer's state how far the search of ``"auto"`` has come.
 
     After each step, the callback saves all values that the search needs, such as ``gpu0_bsz`` and
     the size of the largest batch so far. When training begins, the callback loads these values from
